@@ -113,7 +113,7 @@ class FluxApp(AppBase):
             )  # fmt: skip
 
     def action_help_quit(self) -> None:
-        """Tell on Ctrl-C, which only copies in a field, how to leave and how to stop a run."""
+        """Say on Ctrl-C, which only copies in a field, how to leave and how to stop a run."""
         keys = {action.id: action.key_text for action in self.actions}
         words = f"{keys['detach']} leaves, the training goes on; {keys['stop']} stops it"
         if self.place in PAGES:  # the wizard: nothing trains yet

@@ -74,7 +74,7 @@ class AppBase(App[None]):
     """
 
     class MachineSampled(Message):
-        """The machine's newest sample; it replaces an older one that still waits."""
+        """Posted with the machine's newest sample; it replaces an older one that still waits."""
 
         def __init__(self, sample: MachineSample) -> None:
             super().__init__()
@@ -137,7 +137,8 @@ class AppBase(App[None]):
         self._stop_sampling.set()
 
     def get_line_filters(self) -> Sequence[LineFilter]:
-        """Return Textual's filters, but for NO_COLOR remove colours instead of making them grey."""
+        """Return Textual's filters, except that NO_COLOR removes colours instead of making them
+        grey."""
         others = [one for one in super().get_line_filters() if not isinstance(one, GREYS)]
         return [*others, self._colourless] if self.no_color else others
 
@@ -160,7 +161,7 @@ class AppBase(App[None]):
             self._set_colours()
 
     def tell_what_was_left_out(self) -> None:
-        """Say which settings and themes could not be used, and which run was found."""
+        """Notify of settings and themes that could not be used, and of the run that was found."""
         if self.told_first:
             self.notify(self.told_first, title="Attached")
         for problem in self._skipped:
@@ -334,7 +335,7 @@ class AppBase(App[None]):
         self.use_colours()
 
     def turn_setting(self, name: str, by: int) -> None:
-        """Give a setting its next or its last value, at once and for the next start."""
+        """Give a setting its next or previous value, at once and for the next start."""
         value = getattr(self.settings, name)
         if name == "theme":
             value = self._theme_name

@@ -25,10 +25,8 @@ Leaving the app never stops a training; --attach shows it again. Exit codes are 
 
 
 class _Parser(argparse.ArgumentParser):
-    """Prints arguments that are wrong without the terminal codes in them.
-
-    The help of the settings is the configuration's, whose schema takes a sixth of a second to load.
-    """
+    """Escapes terminal codes in error messages, and loads the help texts of settings only when
+    needed: the configuration's schema takes a sixth of a second."""
 
     def format_help(self) -> str:
         for action in self._actions:
@@ -106,7 +104,7 @@ def answers_of(options: argparse.Namespace) -> Answers | None:
 
 
 def _reader(row: SettingRow) -> Callable[[str], object]:
-    """Return what reads the option of a setting."""
+    """Return the function that reads a setting's option."""
 
     def read_option(text: str) -> object:
         try:
@@ -119,8 +117,8 @@ def _reader(row: SettingRow) -> Callable[[str], object]:
 
 
 def forget_odd_sizes() -> None:
-    """Drop LINES and COLUMNS of a size that no terminal has, by which a screen would be made: the
-    terminal is asked for its own."""
+    """Remove LINES and COLUMNS from the environment where no terminal has such a size, so that the
+    real size is used."""
     for name, most in (("LINES", MOST_ROWS), ("COLUMNS", MOST_COLUMNS)):
         told = os.environ.get(name, "")
         if told and not (told.isascii() and told.isdecimal() and 0 < int(told[:9]) <= most):

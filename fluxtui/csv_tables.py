@@ -29,7 +29,7 @@ def csv_of(name: str, view: View) -> str:
 
 
 def rows_held(name: str, view: View) -> str:
-    """Say how many rows a table has if the app dropped the older ones; else ""."""
+    """Say how many rows a table has if the app dropped older ones; else ""."""
     if name in _TABLES and name not in _HISTORIES:
         return ""
     history = _HISTORIES[name](view.state) if name in _HISTORIES else view.state.steps

@@ -99,7 +99,8 @@ def follow_lines(run_dir: Path, ended: Callable[[], int | None] = lambda: None) 
 
 
 def _alive(run: RunDir) -> bool:
-    """Return whether more may come; an unreadable folder does not tell, but its journal does."""
+    """Return whether more events may come; where the folder is unreadable, True, as reading its
+    journal decides."""
     try:
         return run.liveness() in ("running", "waiting")
     except OSError:
@@ -118,10 +119,9 @@ def _news(journal: JournalFollower) -> list[AnyEvent]:
 
 
 def _ended(run: RunDir, code: int | None, *, silent: bool) -> int:
-    """Return the exit code; if the trainer ended without reporting why, print its last output.
-
-    One that was not started here and reported nothing counts as killed: only a signal ends so.
-    """
+    """Return the exit code; if the trainer ended without reporting why, print its last output. A
+    trainer that another process started and that reported nothing counts as killed, as only a
+    signal ends it so."""
     if silent:
         last = last_words(run) or "nothing was printed"
         said = printable(f"{run.run_id}: the trainer is gone without a word: {last}")

@@ -159,7 +159,7 @@ def has_terminal(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def ssh_hint(command: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Say how to get a terminal over ssh, which gives commands none by itself; else ""."""
+    """Say how to get a terminal over ssh, which allocates none for a command; else ""."""
     return f" (over ssh: `ssh -t HOST {command}`)" if "SSH_CONNECTION" in environment else ""
 
 
@@ -187,7 +187,7 @@ def _app(
     said: str = "",
 ) -> FluxApp:
     """Make the app on a run, with the trainer's own pipe if we started it; without a run on the
-    wizard. `said` is told first."""
+    wizard. `said` is shown first."""
     from fluxtui.app import FluxApp
     from fluxtui.settings import settings_path
     from fluxtui.sources.journal import JournalSource
@@ -212,9 +212,10 @@ def _app(
 
 
 def show(make: Callable[[], FluxApp]) -> int:
-    """Make and run the app; afterwards say how its run can be seen again.
+    """Make and run the app; afterwards say how to see its run again.
 
-    Almost no object of a start is garbage: collecting it meanwhile would cost a tenth of its time.
+    Almost no object of a start is garbage: collecting it meanwhile would take a tenth of the
+    start.
     """
     gc.disable()
     signal_hang_up(descriptor=0)
@@ -241,7 +242,7 @@ def show(make: Callable[[], FluxApp]) -> int:
 
 
 def _run(app: FluxApp) -> None:
-    """Run as `asyncio.run`, but wait for no thread: one may hang in a file system for ever."""
+    """Run like `asyncio.run`, but wait for no thread: one may hang in a file system for ever."""
     loop = asyncio.new_event_loop()
     try:
         loop.run_until_complete(_until_left(app))
@@ -252,8 +253,8 @@ def _run(app: FluxApp) -> None:
 
 
 async def _end_tasks() -> None:
-    """Cancel what still runs, and wait until the engines that it ends are gone: a loop that is
-    closed before says so for each."""
+    """Cancel running tasks, and wait until the engines that they end are gone: a loop closed
+    earlier prints an error for each."""
     from fluxtrain.events.answers.asking import wait_for_engines
 
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
@@ -266,7 +267,7 @@ async def _end_tasks() -> None:
 
 
 def _in_time(what: Callable[[], str]) -> str | None:
-    """Return the result of a call; None if that takes too long."""
+    """Return the result of a call; None if it takes too long."""
     said: list[str] = []
     thread = threading.Thread(target=lambda: said.append(what()), daemon=True)
     thread.start()
@@ -295,7 +296,7 @@ def _leave_behind(threads: Iterable[threading.Thread], code: int) -> None:
 
 
 async def _until_left(app: FluxApp) -> None:
-    """Run the app so that a signal to end restores the terminal too."""
+    """Run the app so that a terminating signal restores the terminal too."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         loop.add_signal_handler(number, app.exit)
@@ -304,13 +305,13 @@ async def _until_left(app: FluxApp) -> None:
 
 
 def _collect_again() -> None:
-    """Collect garbage from here on, without looking at the objects of the start."""
+    """Turn garbage collection on again, without looking at the objects of the start."""
     gc.freeze()
     gc.enable()
 
 
 def farewell(run_dir: Path) -> str:
-    """Return the words about a run when the app is closed."""
+    """Return the words about a run for when the app is closed."""
     run = RunDir(run_dir).summary()
     name = run.run_id if Path(run.path).parent == runs_root() else run.path
     attach = printable(f"{typed('fluxtrain-tui')} --attach {shlex.quote(name)}")
@@ -334,8 +335,8 @@ def _check_theme(name: str) -> None:
 def signal_hang_up(descriptor: int) -> None:
     """Let a thread send this process SIGHUP when the terminal on `descriptor` hangs up.
 
-    The kernel signals only the first program of the session, and once that has ended the job in its
-    foreground. The first may live on: make does, in a terminal opened for `make run`. Each read
+    The kernel signals only the session's first program, and after its end the job in the
+    foreground. The first may still run: make does, in a terminal opened for `make run`. Each read
     then returns at once, with nothing. A file that is no terminal is not watched.
     """
     if os.isatty(descriptor):

@@ -50,7 +50,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """The values that the app offers for a setting, in order, and what it does."""
+    """The values that the app offers for a setting, in order, and the setting's effect."""
 
     values: tuple[Any, ...]  # () for themes: the installed ones
     about: str
@@ -116,7 +116,7 @@ def _fits(value: object, name: str, default: object) -> bool:
 
 
 def _usable_keys(wanted: Mapping[str, object], problems: list[str]) -> dict[str, str]:
-    """Return the entries that name an action and keys that no other action has."""
+    """Return the entries that name an action, with keys that no other action has."""
     taken = {action.id: set(action.keys.split(",")) for action in ACTIONS}
     usable: dict[str, str] = {}
     for name, keys in wanted.items():

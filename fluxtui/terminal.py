@@ -56,7 +56,7 @@ class Output:
         self._thread.start()
 
     def write(self, text: str, whatever_waits: bool = False) -> None:
-        """Write soon; dropped with all that follows while too much waits already."""
+        """Queue text; it is dropped, with everything after it, while too much is waiting."""
         with self._changed:
             self._dropped |= self._waiting_chars > BACKLOG_CHARS
             if self._hung_up or (self._dropped and not whatever_waits):
@@ -186,7 +186,9 @@ class TerminalDriver(LinuxDriver):
 
     def _continued(self) -> None:
         """Take the terminal again after a stop that cannot be handled (SIGSTOP): a shell may have
-        used it meanwhile. Its state before the app is still known from the start.
+        used it meanwhile.
+
+        Its state before the app is known from the start.
         """
         if self._output is None:  # the app is closing
             return
@@ -207,7 +209,7 @@ class TerminalDriver(LinuxDriver):
 
     @contextmanager
     def _going_on_unheard(self) -> Iterator[None]:
-        """Ignore SIGCONT inside the context, which waits for it anyway."""
+        """Ignore SIGCONT inside the context, whose code waits for it anyway."""
         self._home.remove_signal_handler(signal.SIGCONT)
         try:
             yield

@@ -120,7 +120,7 @@ PLAIN = Palette({})
 
 
 def wants_no_colour(environment: Mapping[str, str] = os.environ) -> bool:
-    """Tell whether the user asks for output without colours: https://no-color.org.
+    """Return whether the user asks for output without colours: https://no-color.org.
 
     Bold, dim, underlined and reversed text is no colour.
     """

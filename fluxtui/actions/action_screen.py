@@ -11,7 +11,7 @@ class ActionScreen(Screen[ScreenResultType]):
 
     @property
     def place(self) -> str:
-        """The screen's name in the table of actions, such as `loss` or `wizard.model`."""
+        """Return the screen's name in the table of actions, such as `loss` or `wizard.model`."""
         raise NotImplementedError
 
     @property
@@ -26,7 +26,7 @@ class ActionScreen(Screen[ScreenResultType]):
         await self.app.run_action(action, holder)
 
     def come_from(self) -> None:
-        """Hear that the user goes to this screen from another one of the run."""
+        """Note that the user comes from another screen of the run."""
 
     def draw(self) -> None:
-        """Draw the app's view of the run; nothing on a screen that shows no run."""
+        """Draw the app's view of the run; nothing on a screen without a run."""

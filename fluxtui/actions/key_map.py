@@ -20,7 +20,7 @@ LIST_KEYS = tuple(action.id for action in ACTIONS if action.id.startswith("list_
 
 
 def app_bindings() -> list[BindingType]:
-    """Return the keys that work on run screens and in the wizard; the app has their actions."""
+    """Return the keys that work on run screens and in the wizard; the app runs their actions."""
     return [_binding(action) for action in ACTIONS if action.id in IN_WIZARD_TOO]
 
 
@@ -49,7 +49,7 @@ def _binding(action: Action, do: str = "") -> Binding:
 
 
 def rebound(keys: Mapping[str, str]) -> tuple[Action, ...]:
-    """Return the registry with the user's own keys."""
+    """Return the table with the user's own keys."""
     return tuple(replace(action, keys=keys.get(action.id, action.keys)) for action in ACTIONS)
 
 

@@ -44,23 +44,23 @@ class Action:
 
     @property
     def in_lists(self) -> bool:
-        """Return whether it belongs to the focused list; the palette then has no entry for it."""
+        """Return whether the action belongs to the focused list; the palette then leaves it out."""
         return self.group == "Lists"
 
     @property
     def in_wizard(self) -> bool:
-        """Return whether it belongs to a page of the wizard."""
+        """Return whether the action belongs to a page of the wizard."""
         return self.group == "Wizard"
 
     @property
     def where(self) -> frozenset[str]:
-        """Return the screens, and the pages of the wizard, where it works."""
+        """Return the screens and the wizard's pages where the action works."""
         if self.screens:
             return frozenset(self.screens)
         return frozenset(RUN_SCREENS + ((*PAGES, "chat") if self.id in IN_WIZARD_TOO else ()))
 
     def works_on(self, screen: str) -> bool:
-        """Return whether it works on this screen; without a screen, whether it works on any."""
+        """Return whether the action works on this screen, or without a screen on any."""
         return (screen in self.where) if screen else not self.screens
 
 

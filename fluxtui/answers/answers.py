@@ -72,12 +72,12 @@ class Answers:
 
     @property
     def run_folder(self) -> str:
-        """Where the run lives; "" for a new folder below the runs."""
+        """Return the run's folder; "" for a new folder below the runs."""
         return str(self.settings.get(RUN_FOLDER, "")).strip()
 
     @property
     def model_path(self) -> str:
-        """The value of `model.path` in the configuration."""
+        """Return the value of `model.path` in the configuration."""
         if self.model_source == "demo":
             return DEMO
         if self.model_source == "recent":
@@ -87,12 +87,12 @@ class Answers:
 
     @property
     def data_sources(self) -> str | list[Any]:
-        """The value of `data.path` in the configuration."""
+        """Return the value of `data.path` in the configuration."""
         return listed_sources(self.data_file) or self.data_file
 
     @property
     def data_file(self) -> str:
-        """The data as one text, as the user typed it."""
+        """Return the data as one text, as the user typed it."""
         if self.data_source == "hub":
             return HUB_DATA + self.data_hub.strip().removeprefix(HUB_DATA)
         if self.data_source == "demo":
@@ -102,16 +102,14 @@ class Answers:
 
     @property
     def is_demo(self) -> bool:
-        """Whether model and data are the demo's, and no file says otherwise."""
+        """Return whether model and data are the demo's, and no file says otherwise."""
         from_file = self.base or self.loaded_from
         return self.model_source == "demo" and self.data_source == "demo" and not from_file
 
 
 def with_settings(answers: Answers, changes: Mapping[str, Any]) -> Answers:
-    """Set settings; None unsets one, and what a setting replaces is unset too.
-
-    A plan of the dial was made for one method, and goes with it.
-    """
+    """Set settings; None unsets one, and a setting that another one replaces is unset too. A plan
+    of the dial was made for one method, and is dropped with it."""
     settings = dict(answers.settings)
     for key, value in changes.items():
         settings.pop(key, None)
@@ -123,10 +121,8 @@ def with_settings(answers: Answers, changes: Mapping[str, Any]) -> Answers:
 
 
 def with_changes(answers: Answers, changes: Mapping[str, Any]) -> Answers:
-    """Change fields of the answers, and settings by their dotted keys.
-
-    Columns are those of one file: other data loses them.
-    """
+    """Change fields of the answers, and settings by their dotted keys. Other data drops the chosen
+    columns."""
     settings = {key: value for key, value in changes.items() if key in BY_KEY}
     if any(getattr(answers, key) != changes.get(key, getattr(answers, key)) for key in _DATA):
         settings = {**OF_COLUMNS, **settings}

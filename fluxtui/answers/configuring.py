@@ -17,10 +17,8 @@ AGGRESSIVENESS = "placement.aggressiveness"
 
 
 def chosen_settings(answers: Answers) -> dict[str, Any]:
-    """Return the user's settings by dotted key; single ones come before those of a plan.
-
-    Settings of another method than the chosen one are left out.
-    """
+    """Return the user's settings by dotted key; a setting made alone wins over a plan's. Settings
+    of other methods are left out."""
     single = {
         key: value
         for key, value in answers.settings.items()
@@ -62,12 +60,12 @@ def set_arguments(answers: Answers) -> list[str]:
 
 
 def as_arguments(settings: Iterable[str]) -> list[str]:
-    """Settings as the arguments of a command."""
+    """Return settings as the arguments of a command."""
     return [argument for setting in settings for argument in ("--set", setting)]
 
 
 def assignments(chosen: Mapping[str, Any]) -> list[str]:
-    """Settings as `key=value`, whose values are YAML in one line."""
+    """Return settings as `key=value`, whose values are YAML in one line."""
     return [f"{key}={in_a_line(value)}" for key, value in chosen.items()]
 
 

@@ -58,9 +58,9 @@ def save_draft(answers: Answers, path: Path) -> bool:
 
 
 def load_draft(path: Path, begun: Answers | None = None) -> Answers | None:
-    """Load the kept answers; None if there are none, if unreadable, or if they are the defaults.
+    """Load the draft; None if it is missing, unreadable or equal to the defaults.
 
-    None too if `begun` holds more than `--set` settings; these take the place of the draft's.
+    None too if `begun` holds more than `--set` settings; these replace the draft's.
     """
     own = begun.overrides if begun else ()
     if begun is not None and begun != Answers(overrides=own):

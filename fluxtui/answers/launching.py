@@ -63,8 +63,8 @@ def engine_arguments(answers: Answers, config: Path) -> list[str]:
 
 
 def command_text(answers: Answers) -> str:
-    """Return the run as a shell command that works when pasted: it needs no file but those
-    that the answers name."""
+    """Return the run as a shell command that works when pasted: it needs only the files that the
+    answers name."""
     return typed_line(shlex.join(["fluxtrain", "train", *_shown_arguments(answers)]))
 
 
@@ -122,12 +122,12 @@ def run_folder_problem(typed: str) -> str:
 
 
 def place_of(answers: Answers, root: Path) -> Path:
-    """Return the folder of the run: the one that was asked for, or the one of the runs."""
+    """Return the folder of the run: the requested one, or the folder of the runs."""
     return Path(expanded(answers.run_folder)) if answers.run_folder else root
 
 
 def _made(answers: Answers, root: Path | None) -> RunDir:
-    """Make the run's directory: the one that was asked for, or a new one below `root`."""
+    """Make the run's directory: the requested one, or a new one below `root`."""
     if not answers.run_folder:
         return RunDir.create(root, run_name(answers))
     folder = Path(expanded(answers.run_folder))

@@ -46,17 +46,17 @@ class SettingRow:
 
     @property
     def name(self) -> str:
-        """The setting in words."""
+        """Return the setting's name in words."""
         return self.label or self.key.rpartition(".")[2].replace("_", " ")
 
     @property
     def flag(self) -> str:
-        """The option of the command line that answers it."""
+        """Return the option of the command line that sets it."""
         return "--" + self.name.replace(" ", "-")
 
     @property
     def is_folder(self) -> bool:
-        """Whether a path is typed."""
+        """Return whether the value is a path."""
         return self.key == RUN_FOLDER
 
 
@@ -103,7 +103,7 @@ BY_KEY = {row.key: row for row in ROWS}
 
 
 def rows_of(page: StepName, method: str = METHODS[0]) -> tuple[SettingRow, ...]:
-    """Return the rows that a page asks, but the method itself, with this method."""
+    """Return the rows of a page with this method, without the method's own."""
     return tuple(
         row
         for row in ROWS

@@ -67,7 +67,7 @@ def took(turn: Turn) -> str:
 
 
 def model_line(state: ChatState, named: str, waited_s: float) -> Line:
-    """Say who answers and how long that takes; before it is loaded, for how long it loads."""
+    """Say which model answers and how fast; before it is loaded, how long it has been loading."""
     if state.problem:
         return ((" the model answers no more", "bad"),)
     ready = state.ready
@@ -154,7 +154,7 @@ class ChatScreen(Ground, ActionScreen[None]):
 
     @property
     def flux(self) -> AppBase:
-        """Return the app by its own type."""
+        """Return the app with its own type."""
         return cast("AppBase", self.app)
 
     def on_mount(self) -> None:
@@ -186,7 +186,7 @@ class ChatScreen(Ground, ActionScreen[None]):
             await talk.close()
 
     def _hear(self, line: str) -> None:
-        """Keep the newest line that it says while it loads."""
+        """Keep the newest line that the engine prints while it loads."""
         self._said = line
 
     def _take(self, state: ChatState) -> None:
@@ -270,24 +270,24 @@ class ChatScreen(Ground, ActionScreen[None]):
             self.dismiss(None)
 
     async def action_anew(self) -> None:
-        """Forget what was said."""
+        """Begin a new conversation."""
         if self.state.answering and self._talk is not None:
             await self._talk.stop()
         self.state = self.state.anew()
         self.draw()
 
     def action_temperature(self, by: int) -> None:
-        """Draw tokens more or less boldly from the next answer on."""
+        """Raise or lower the temperature from the next answer on."""
         self.state = self.state.warmer(by)
         self.draw()
 
     def action_top_p(self, by: int) -> None:
-        """Draw from more or fewer of the likeliest tokens from the next answer on."""
+        """Raise or lower top-p from the next answer on."""
         self.state = self.state.wider(by)
         self.draw()
 
     def action_scroll_said(self, pages: int) -> None:
-        """Look at what was said before."""
+        """Scroll the conversation."""
         self.query_one("#said", ScrollingLines).action_page(pages)
 
 
@@ -300,7 +300,7 @@ def _status(state: ChatState) -> tuple[str, str]:
 
 
 def keys_line(registry: Sequence[Action], state: ChatState, width: int) -> Line:
-    """Draw the keys of the screen, the user's own where set; letters belong to a question."""
+    """Draw the keys of the screen, the user's own where set; letters are left to the question."""
     keys = {action.id: action.key_text for action in registry}
     keys["help"] = next(one for action in registry if action.id == "help"
                         for one in (*action.keys.split(",")[::-1],) if len(one) > 1)  # fmt: skip

@@ -24,7 +24,7 @@ class Turn:
 
     @property
     def open(self) -> bool:
-        """Return whether more is to come."""
+        """Return whether the answer is still being written."""
         return self.ended is None and not self.refused
 
 
@@ -50,7 +50,7 @@ class ChatState:
         return bool(self.turns) and self.turns[-1].open and not self.problem
 
     def asked(self, question: str) -> tuple[ChatState, Ask]:
-        """Return the state with another question, and what the model is asked."""
+        """Return the state with another question, and the request to the model."""
         number = str(len(self.turns) + 1)
         talks = self.ready is None or self.ready.has_template
         ask = Ask(
@@ -85,7 +85,7 @@ class ChatState:
         return replace(self, problem=problem)
 
     def anew(self) -> ChatState:
-        """Return the state with nothing said, and the same model and numbers."""
+        """Return the state with an empty conversation, and the same model and sampling."""
         return replace(self, turns=())
 
     def warmer(self, by: int) -> ChatState:

@@ -38,7 +38,7 @@ def heading(view: View, width: int) -> Line:
 
 
 def body(view: View, width: int, height: int) -> list[Line]:
-    """Return a line a class, then the latest copies that the trainer told, newest first."""
+    """Return a line a class, then the latest copies that the trainer reported, newest first."""
     sample = view.fresh(view.state.residency)
     if sample is None:
         labels: list[Line] = [((f" {name:<10}", "dim"), (UNKNOWN, "dim")) for name in CLASSES]
@@ -66,7 +66,7 @@ def selected(view: View, sample: ResidencySampled) -> int:
 
 
 def name_of(sample: ResidencySampled, at: int) -> str:
-    """Return the block's name in the model; "" if the trainer did not tell it."""
+    """Return the block's name in the model; "" if the trainer did not send it."""
     for run in sample.blocks:
         if at < run.count:
             return run.name.replace("{}", str(run.first + at))
@@ -75,7 +75,7 @@ def name_of(sample: ResidencySampled, at: int) -> str:
 
 
 def bytes_of(sample: ResidencySampled, at: int) -> tuple[int | None, int | None, int | None]:
-    """Return bytes of its weights, gradients and optimizer state; None if not told."""
+    """Return the bytes of its weights, gradients and optimizer state; None if not sent."""
     for run in sample.blocks:
         if at < run.count:
             return run.weights_bytes, run.gradients_bytes, run.optimizer_bytes

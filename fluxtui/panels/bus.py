@@ -25,10 +25,8 @@ def heading(view: View, width: int) -> Line:
 
 
 def body(view: View, width: int, height: int) -> list[Line]:
-    """Draw directions below each other, then stalls and totals; side by side if the panel is low.
-
-    One line has the directions alone: the panel of the step shows stalls too.
-    """
+    """Draw the directions, then stalls and totals; side by side if the panel is low. One line has
+    the directions alone: the panel of the step shows stalls too."""
     stall = stall_line(view.state.step, view, width)
     if height <= 2:
         half = (width - 2) // 2
@@ -61,7 +59,7 @@ def label_of(view: View, name: str) -> str:
 
 
 def rate_of(sample: TrafficSampled | CardTraffic, name: str) -> float:
-    """Bytes per second of one direction."""
+    """Return the bytes per second of one direction."""
     return float(getattr(sample, f"{name}_bytes_per_s"))
 
 
@@ -112,7 +110,7 @@ def stall_line(step: StepFinished | None, view: View, width: int) -> Line:
 
 
 def totals_line(sample: TrafficSampled | None, width: int) -> Line:
-    """Bytes moved since the start of the process."""
+    """Write the bytes moved since the start of the process."""
     moved = joined(
         [
             pair("moved", bytes_text(sample.h2d_bytes if sample else None), "text"),

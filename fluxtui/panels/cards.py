@@ -59,8 +59,8 @@ def rows_of(view: View) -> list[CardRow]:
 
 
 def _gpu_of(view: View, plan: CardPlan | None) -> GpuSample | None:
-    """Return the sample of a card, where the driver's number of it is known and the trainer has
-    memory there: otherwise its use would be told of another run or machine."""
+    """Return the sample of a card, where its driver number is known and the trainer has memory on
+    it; otherwise it could be another run's or machine's."""
     sample = None if view.link.replay or view.closed_in_order else view.machine
     if sample is None or plan is None or plan.gpu is None:
         return None
@@ -88,7 +88,7 @@ def memory_body(view: View, width: int, height: int) -> list[Line]:
 
 
 def grid(view: View, width: int, height: int, *, rates: bool) -> list[Line]:
-    """Return all cards in at most `height` lines."""
+    """Draw all cards in at most `height` lines."""
     rows = rows_of(view)
     columns = -(-len(rows) // max(1, height))
     lines_needed = -(-len(rows) // columns)

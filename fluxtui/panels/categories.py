@@ -49,7 +49,8 @@ def _host_rows(sample: MemorySampled | None, width: int) -> list[Line]:
 
 
 def _row(letter: str, role: str, texts: tuple[str, str, str, str], width: int) -> Line:
-    """Label, now, share, most; columns are dropped from the right where the panel is narrow."""
+    """Write label, now, share, most; columns are dropped from the right where the panel
+    is narrow."""
     label, now, share, most = texts
     mark: Line = ((f" {letter} ", f"on:{role}"),) if letter else (("   ", "text"),)
     value = "dim" if now in (UNKNOWN, "now") else "strong"

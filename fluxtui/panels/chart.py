@@ -208,7 +208,7 @@ def _tick(value: float) -> str:
 
 
 def x_axis(low: float, high: float, width: int, tokens: bool = False) -> Line:
-    """Numbers at the ends and, where there is room, at quarters between."""
+    """Write numbers at the ends and, where there is room, at quarters between."""
     room = width - AXIS_CELLS - 1
     text = ["─"] * room
     count = 5 if room >= 60 else 3 if room >= 30 else 2

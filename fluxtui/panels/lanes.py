@@ -53,7 +53,7 @@ class Cell(NamedTuple):
 
     @property
     def level(self) -> int:
-        """3 bright, 2 quiet, 1 a trace, 0 nothing."""
+        """Return the brightness: 3 bright, 2 quiet, 1 a trace, 0 nothing."""
         return _level(self.share)
 
 
@@ -120,7 +120,7 @@ def bar(cells: Sequence[Cell], kind_of: Callable[[str], Kind], empty: str = _EMP
 
 
 def ruler(length_s: float, width: int) -> Line:
-    """Times under the bars, from 0 to the step's length."""
+    """Write times under the bars, from 0 to the step's length."""
     end = duration_text(length_s)
     count = max(1, min(4, width // 14))
     line = ["─"] * max(0, width)
@@ -162,7 +162,7 @@ COLUMN_GAP = 2
 
 
 class Lane(NamedTuple):
-    """A lane on the screen; `card` is None where one card computes, and for what is the host's."""
+    """A lane on the screen; `card` is None on a single card, and for the host's lanes."""
 
     name: str
     card: int | None = None
@@ -202,7 +202,7 @@ def body(view: View, width: int, height: int) -> list[Line]:
 
 
 def _without_lanes(view: View, why: str, width: int, height: int) -> list[Line]:
-    """Draw the phases of the last step, which the journal has, and say why there are no lanes."""
+    """Draw the phases of the last step from the journal, and say why there are no lanes."""
     told: list[Line] = [((text, "dim"),) for text in wrapped(why, max(1, width))]
     if view.chart.last_step is not None or view.state.step is None:
         return told[:height]
@@ -251,7 +251,7 @@ def _lanes_for(step: StepLanes, height: int) -> list[Lane]:
 
 
 def _lanes_of_cards(step: StepLanes, height: int) -> list[Lane]:
-    """Return the computation of each card, then what else has room beside two lines below: the
+    """Return each card's computation, then the lanes that have room with two lines below: the
     optimizer, a lane that is busy on any card, the disk."""
     busy = {one.lane for one in step.intervals}
     chosen = {"gpu"}
@@ -341,7 +341,7 @@ def _ruled(step: StepLanes, width: int) -> Line:
 
 
 def _foot(found: Recorded, width: int, room: int, bound_in_heading: bool) -> list[Line]:
-    """Return times, letters, waits and bound; if not all fit, the more telling ones."""
+    """Return times, letters, waits and bound; if not all fit, the most telling ones."""
     step, _ = without_evaluation(found.lanes)
     wanted = [
         (2, _waits_line(_attributed(found), width)),
@@ -377,7 +377,7 @@ def _longest(step: StepLanes, width: int, rows: int, on_gpu: bool) -> list[Line]
 
 
 def _card_of(step: StepLanes, one: Interval) -> int | None:
-    """Return the card of an interval where that says something."""
+    """Return an interval's card; None on a single card."""
     return one.card if step.cards > 1 and one.lane in CARD_LANES else None
 
 

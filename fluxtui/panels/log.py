@@ -43,7 +43,7 @@ def _is_news(entry: LogLine) -> bool:
 
 
 def row(entry: LogLine, width: int) -> Line:
-    """Time, mark and text of one entry, cut at the width."""
+    """Write one entry's time, mark and text, cut at the width."""
     head, role = _head(entry, dates=False)
     return fitted((*head, (" ".join(entry.text.split()), role)), width)
 
@@ -60,7 +60,7 @@ def rows(entry: LogLine, width: int, dates: bool = False) -> list[Line]:
 
 
 def _head(entry: LogLine, dates: bool) -> tuple[Line, str]:
-    """Time and mark of an entry, and the role of its text."""
+    """Return an entry's time and mark, and the role of its text."""
     pattern = "%Y-%m-%d %H:%M:%S" if dates else "%H:%M:%S"
     clock = time.strftime(pattern, time.localtime(entry.wall_s))
     role = LEVEL_ROLES[entry.level]

@@ -38,7 +38,7 @@ def heading(view: View, width: int) -> Line:
 
 
 def body(view: View, width: int, height: int) -> list[Line]:
-    """Chart with axes; says so while there is nothing to draw."""
+    """Draw a chart with axes; say so while there is no data."""
     return chart(traces(view), view.chart, width, height)
 
 

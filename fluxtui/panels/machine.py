@@ -34,7 +34,7 @@ def heading(view: View, width: int) -> Line:
 
 
 def body(view: View, width: int, height: int) -> list[Line]:
-    """GPUs first where there are any, then processor, memory, trainer, other processes."""
+    """Draw GPUs first, then processor, memory, trainer, other processes."""
     if height == 1:
         return [machine_line(view, width)]
     sample = None if view.link.replay else view.machine
@@ -73,7 +73,7 @@ def machine_line(view: View, width: int) -> Line:
 
 
 def _host_in_short(sample: MachineSample, beside_gpus: bool) -> list[Line]:
-    """Processor and memory; beside GPUs their shares alone."""
+    """Write processor and memory; with GPUs only their shares."""
     cpu = pair("CPU", whole_share(sample.cpu))
     if beside_gpus:
         return [cpu, pair("RAM", whole_share(_used_share(sample)))]
@@ -107,7 +107,7 @@ def _names(gpus: Sequence[GpuSample]) -> str:
 
 
 def _host(sample: MachineSample | None, width: int, may_share: bool) -> list[Line]:
-    """Processor and memory; below GPUs they share a line where it is wide enough."""
+    """Draw processor and memory; below GPUs they share a line where it is wide enough."""
     cpu = ("CPU", sample.cpu if sample else None, counted(sample.cores, "core") if sample else "")
     ram = ("RAM", _used_share(sample), _used_text(sample))
     if not may_share or width < SIDE_BY_SIDE:

@@ -86,7 +86,7 @@ def legend_line(parts: Sequence[BarPart], width: int) -> Line:
 
 
 def category_parts(by: Mapping[str, int]) -> list[BarPart]:
-    """Return categories in a fixed order; what is of none comes last."""
+    """Return the categories in a fixed order; bytes of no category come last."""
     rest = sum(value for name, value in by.items() if name not in CATEGORIES)
     parts = [BarPart(name, LETTERS[name], float(by.get(name, 0)), name) for name in CATEGORIES]
     return [*parts, BarPart("other", "?", float(rest), "other")] if rest else parts

@@ -22,7 +22,7 @@ def heading(view: View, width: int) -> Line:
 
 
 def body(view: View, width: int, height: int) -> list[Line]:
-    """Device above host where there is room, else the device alone."""
+    """Draw device above host where both have room, else the device alone."""
     samples = list(view.state.memories)
     if len(samples) < 2:
         return NOTHING[:height]

@@ -52,12 +52,12 @@ def pair(label: str, value: str, role: str = "strong") -> Line:
 
 
 def stale_note(age_s: float | None) -> Line:
-    """Say why values are "-": the age of the newest sample; nothing if there never was one."""
+    """Explain values drawn as "-": the age of the newest sample; "" if no sample ever came."""
     return () if age_s is None else ((f"last sample {whole_text(age_s)} ago", "warn"),)
 
 
 def time_left_s(eta_s: float, since_s: float, steps_left: int) -> float:
-    """Return what is left of an estimate `since_s` after the step that gave it.
+    """Return the rest of an estimate made `since_s` ago.
 
     It is counted down by one step at most, because the other steps still have to run, even if this
     one is held up (an evaluation, a checkpoint).
@@ -67,14 +67,14 @@ def time_left_s(eta_s: float, since_s: float, steps_left: int) -> float:
 
 
 def share_text(share: float | None) -> str:
-    """Write a share of one as a percentage, with a decimal below 100 %; more stays more."""
+    """Write a share of one as a percentage, with a decimal below 100 %."""
     if share is None or not math.isfinite(share * 100):
         return UNKNOWN
     return f"{share * 100:.{int(abs(share) < 0.9995)}f}%"
 
 
 def whole_share(share: float | None) -> str:
-    """Return a share of one in whole percent, for values that change while they are read."""
+    """Write a share of one in whole percent, for values that change while they are read."""
     if share is None or not math.isfinite(share * 100):
         return UNKNOWN
     return f"{share * 100:.0f}%"
@@ -86,7 +86,7 @@ def gain_text(share: float) -> str:
 
 
 def whole_text(seconds: float | None) -> str:
-    """Return a duration in whole seconds, for values that change while they are read."""
+    """Write a duration in whole seconds, for values that change while they are read."""
     if seconds is None or not 0 <= seconds < math.inf:
         return UNKNOWN
     return f"{round(seconds)} s" if seconds < 59.5 else duration_text(seconds)

@@ -61,8 +61,8 @@ def body(view: View, width: int, height: int) -> list[Line]:
 
 
 def card_lines(view: View, width: int, most: int) -> list[Line]:
-    """Return the rates of each of several cards, as many a line as need be for `most` lines, or
-    none where a line has no room for so many; the chart is of all together."""
+    """Return the rates of each of several cards in at most `most` lines, or none where they do not
+    fit; the chart shows all cards together."""
     sample = view.fresh(view.state.traffic)
     count = len(sample.cards) if sample else 0
     columns = -(-count // max(1, most))

@@ -66,7 +66,7 @@ def _values(state: FoldedRun, step: int, width: int, first: Line, role: str = "s
 
 
 def _spread(bucket: Bucket | None) -> Line:
-    """Say which steps the values are the mean of, if more than one."""
+    """Name the steps that the values are the mean of, if more than one."""
     if bucket is None or bucket.count == 1:
         return ()
     return ((f" mean of {bucket.first}-{bucket.last}", "dim"),)

@@ -29,7 +29,7 @@ def heading(view: View, width: int) -> Line:
 
 
 def body(view: View, width: int, height: int) -> list[Line]:
-    """Bars share one scale: the slowest step on screen fills the width."""
+    """Draw bars on one scale: the slowest step on screen fills the width."""
     steps = view.state.steps.last(height)
     if view.chart.last_step is not None:
         steps = [step for step in view.state.steps if step.step <= view.chart.last_step][-height:]

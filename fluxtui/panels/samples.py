@@ -29,7 +29,8 @@ def heading(view: View, width: int) -> Line:
 
 
 def body(view: View, width: int, height: int) -> list[Line]:
-    """Give each prompt a line and its answer the lines that are left; say which have no room."""
+    """Give each prompt a line and its answer the remaining lines; say how many prompts
+    do not fit."""
     found = round_at(view.state.samples, view.chart.crosshair)
     if found is None:
         nothing: list[Line] = [((" no prompts: set samples.prompts", "dim"),)]
@@ -47,8 +48,8 @@ def body(view: View, width: int, height: int) -> list[Line]:
 
 
 def _fitting(found: Round, height: int) -> tuple[int, int]:
-    """Return the lines that answers have, and how many answers those are: two lines each at least,
-    the prompt's among them."""
+    """Return the lines for answers, and the number of answers shown: at least two lines each, the
+    prompt's included."""
     count = len(found.answers)
     if 2 * count <= height:
         return height, count
@@ -68,7 +69,7 @@ def _shares(wanted: list[int], room: int) -> list[int]:
 
 
 def _answer(answer: SampleGenerated, width: int) -> list[Line]:
-    """Return the prompt's line and the answer's."""
+    """Return the lines of the prompt and its answer."""
     prompt = " ".join(printable(answer.prompt).split())
     words = " ".join(printable(answer.text).split()) + ENDS.get(answer.ended, "")
     parts = wrapped(words, max(8, width - 2)) or [""]

@@ -42,7 +42,7 @@ class PlotWindow:
     log: bool = False
 
     def up(self, y: float) -> float:
-        """Height of y in 0 (bottom) to 1 (top); may lie outside."""
+        """Return the height of y from 0 (bottom) to 1 (top); it may lie outside."""
         return self.ups([y])[0]
 
     def ups(self, ys: Sequence[float]) -> list[float]:
@@ -113,7 +113,7 @@ class Canvas:
         return [round((1.0 - up) * last) for up in ups]
 
     def _set(self, dots: Iterable[tuple[int, int]], series: Series) -> None:
-        """Dots by column and row."""
+        """Set dots by column and row."""
         cells, roles, width, role = self._dots, self._roles, self.width, series.role
         for column, row in dots:
             cell = (row >> 2) * width + (column >> 1)
@@ -165,7 +165,7 @@ def _steps(across: int, down: int, x: int, y: int) -> tuple[tuple[int, int], ...
 
 
 def rounded_ticks(low: float, high: float, count: int) -> list[float]:
-    """About `count` round values inside [low, high] (Heckbert, "Nice numbers", 1990)."""
+    """Return about `count` round values inside [low, high] (Heckbert, "Nice numbers", 1990)."""
     if count < 1 or high <= low:
         return []
     raw = (high - low) / max(1, count)

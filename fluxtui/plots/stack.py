@@ -31,9 +31,9 @@ def stacked(
     write: Callable[[float | None], str],
     mark: float | None = None,
 ) -> list[Line]:
-    """Draw `height` lines, the first layer lowest; `mark` is a level drawn across what is empty.
+    """Draw `height` lines, the first layer lowest; `mark` is a level drawn across empty cells.
 
-    Of samples that share a column the one with the largest sum is drawn, so a peak is seen.
+    Of samples that share a column the one with the largest sum is drawn, so a peak is shown.
     """
     room, rows = width - AXIS_CELLS - 1, height - 1
     if room < LETTER_EVERY or rows < 2 or len(times) < 2:
@@ -59,10 +59,8 @@ def stacked(
 
 
 def _columns(times: Sequence[float], layers: Sequence[Layer], room: int) -> list[tuple[float, ...]]:
-    """Return the values of each column; one without a sample repeats the one before it.
-
-    A clock that was set back makes times that are not in order.
-    """
+    """Return the values of each column; one without a sample repeats the one before it. Times are
+    out of order if the clock was set back."""
     first = min(times)
     span = max(times) - first or 1.0
     found: list[tuple[float, ...] | None] = [None] * room

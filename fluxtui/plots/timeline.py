@@ -84,7 +84,7 @@ def _letters(canvas: Canvas, times: Sequence[float], tracks: Sequence[Track]) ->
 def axis_labels(
     window: PlotWindow, rows: int, write: Callable[[float | None], str], thousand: float
 ) -> dict[int, str]:
-    """Round values by the row that they stand at; `thousand` is 1024 for bytes."""
+    """Label the rows with round values; `thousand` is 1024 for bytes."""
     unit = 1.0
     while window.y_high >= unit * thousand:
         unit *= thousand
@@ -97,7 +97,7 @@ def axis_labels(
 
 
 def ages(span_s: float, width: int) -> Line:
-    """Return the x axis, with the age of its left end."""
+    """Draw the x axis, with the age of its left end."""
     start, end = f"{duration_text(span_s)} ago", "newest"
     rule = "─" * max(0, width - AXIS_CELLS - 1 - len(start) - len(end))
     return fitted(

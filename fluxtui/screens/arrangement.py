@@ -56,9 +56,9 @@ def dashboard(
 ) -> Arrangement:
     """Arrange the dashboard in an area of the screen's width, without header and footer.
 
-    Of several `cards` each has a line (or a column) in a panel of theirs, in the memory's place. A
-    run on the processor alone copies nothing over a bus: it has `samples` in the place of moves,
-    else a wider log.
+    Several `cards` each get a line or column in their own panel, in place of the memory's. A run
+    on the processor alone copies nothing over a bus: `samples` replace its moves, else a wider
+    log.
     """
     screen_height = height + 2
     second = "moves" if on_gpu else "samples" if samples else ""
@@ -75,12 +75,12 @@ def _memory_rows(cards: int, most: int) -> tuple[str, int]:
 
 
 def _low_rows(cards: int) -> int:
-    """Return the lines of so many cards on a low screen: their columns must not be too narrow."""
+    """Return the lines for so many cards on a low screen, where columns must not get too narrow."""
     return 2 if cards <= FEW_CARDS else 3
 
 
 def _compact(width: int, height: int, cards: int, second: str) -> Arrangement:
-    """Ruled rows; the loss and the `second` panel share what is left."""
+    """Arrange ruled rows; the loss and the `second` panel share the rest."""
     left = width * 52 // 100
     memory, lines = _memory_rows(cards, _low_rows(cards))
     blocks = 4 + (cards > 1)
@@ -108,7 +108,7 @@ def _compact(width: int, height: int, cards: int, second: str) -> Arrangement:
 
 
 def _two_columns(width: int, height: int, cards: int, second: str) -> Arrangement:
-    """Place boxes: full-width facts on top, charts and lists in two columns, the step below."""
+    """Arrange boxes: full-width facts on top, charts and lists in two columns, the step below."""
     left = width * 61 // 100
     right = width - left
     foot, rows = _foot(height)
@@ -144,12 +144,12 @@ def _two_columns(width: int, height: int, cards: int, second: str) -> Arrangemen
 
 
 def _foot(height: int) -> tuple[str, int]:
-    """Return the panel of the last step and its rows: lanes if there is room, else phases."""
+    """Return the panel of the last step and its rows: lanes if they fit, else phases."""
     return ("lanes", 7) if height >= LANES_ON_DASHBOARD_FROM_ROWS else ("step", 4)
 
 
 def _three_columns(width: int, height: int, cards: int, second: str) -> Arrangement:
-    """Place as in two columns, with advice beside the blocks and the log in its own column."""
+    """Arrange like two columns, with advice next to the blocks and the log in a third."""
     left = width * 60 // 100
     right = width - left
     foot, rows = _foot(height)
@@ -177,11 +177,8 @@ def _three_columns(width: int, height: int, cards: int, second: str) -> Arrangem
 
 
 def memory(width: int, height: int, *, cards: int = 1) -> Arrangement:
-    """Put the bar (one for each card) on top, history beside the categories and one block, all
-    blocks below.
-
-    Where it is low the categories give way: the bar names them too.
-    """
+    """Put the bar (one for each card) on top, history next to the categories and one block, all
+    blocks below. A low screen drops the categories: the bar names them too."""
     left = width * (62 if width >= BOXED[0] else 54) // 100
     right = width - left
     _, lines = _memory_rows(cards, FEW_CARDS if height >= BOXED[1] else _low_rows(cards))
@@ -200,7 +197,8 @@ def memory(width: int, height: int, *, cards: int = 1) -> Arrangement:
 
 
 def transfer(width: int, height: int, *, cards: int = 1) -> Arrangement:
-    """Rates beside stalls, the lanes of a step, and where there is room the steps and moves."""
+    """Put rates next to stalls, then the lanes of a step and, where they fit, the steps
+    and moves."""
     left = width * 62 // 100
     middle = LANES_ROWS if height < TALL_LANES_FROM_ROWS else TALL_LANES_ROWS
     middle = min(middle, height - LEAST_RATES_ROWS)
@@ -220,10 +218,8 @@ def transfer(width: int, height: int, *, cards: int = 1) -> Arrangement:
 
 
 def loss(width: int, height: int, *, samples: bool = False) -> Arrangement:
-    """Arrange the loss with its readout when low, else with two small charts below.
-
-    With `samples`, the answers to prompts stand beside the loss, or below it where it is narrow.
-    """
+    """Arrange the loss with its readout when low, else with two small charts below. With
+    `samples`, the answers to prompts stand next to the loss, or below it where it is narrow."""
     low = 9 if height >= SMALL_CHARTS_FROM_ROWS else 0
     chart = height - READOUT_ROWS - low
     places = {

@@ -32,7 +32,7 @@ STATUS_MARKS: dict[str, Span] = {
 
 
 def badge(status: Status) -> Line:
-    """Mark and word of the status."""
+    """Return mark and word of the status."""
     mark, role = STATUS_MARKS["stalled" if status.word == WAITS_FOR_ROOM else status.kind]
     return ((f"{mark} ", role), (status.word, role))
 
@@ -84,7 +84,7 @@ def _size(parameters: int) -> Line:
 
 
 def link_notes(view: View) -> list[Line]:
-    """Return notes about the way in which the events arrive."""
+    """Return notes about how the events arrive."""
     notes: list[Line] = []
     if view.link.corrupt_lines:
         notes.append(((counted(view.link.corrupt_lines, "corrupt line"), "warn"),))

@@ -33,7 +33,7 @@ DIALOG_CSS = """
 
 
 class QuestionDialog(ModalScreen[bool]):
-    """Asks before something is done: `y` does it, anything else does not."""
+    """Asks before an action: `y` does it, anything else does not."""
 
     DEFAULT_CSS = DIALOG_CSS.format(name="QuestionDialog", width=72)
     BINDINGS = [
@@ -88,7 +88,7 @@ class HelpScreen(ModalScreen[None]):
         self.call_after_refresh(self.draw)
 
     def draw(self) -> None:
-        """Draw what fits; the rest scrolls."""
+        """Draw the lines that fit; the rest scrolls."""
         palette = cast("AppBase", self.app).palette.over("surface")
         self.query_one("#help", ScrollingLines).show_all(self._lines, palette)
 
@@ -138,7 +138,7 @@ def _title(name: str, on_gpu: bool) -> str:
 
 
 def _beside(head: Span, text: str, width: int) -> list[Line]:
-    """Return a text beside its head, wrapped below itself."""
+    """Return a text to the right of its head, wrapped below itself."""
     indent = width_of((head,))
     parts = wrapped(text, max(8, width - indent))
     return [

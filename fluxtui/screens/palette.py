@@ -57,12 +57,12 @@ class ActionProvider(Provider):
     """Finds the commands of the screen in front by their names, and by what they do."""
 
     async def discover(self) -> Hits:
-        """Yield all of them, group by group."""
+        """Yield all commands, group by group."""
         for command in self._commands:
             yield DiscoveryHit(command.title, command.call, help=command.about)
 
     async def search(self, query: str) -> Hits:
-        """Yield those that match; the name counts more than the sentence about it."""
+        """Yield the matching commands; the name counts more than its sentence."""
         matcher = self.matcher(query)
         for command in self._commands:
             by_name = matcher.match(command.title)

@@ -43,7 +43,8 @@ class PanelLines(Lines, can_focus=True):
             self.show(self._framed(view, width, height, place.frame), palette)
 
     def _framed(self, view: View, width: int, height: int, frame: Frame) -> list[Line]:
-        """Return the lines of the panel; the previous ones while nothing that it shows changed."""
+        """Return the lines of the panel; the previous lines while nothing that it shows has
+        changed."""
         focused = self.has_focus
         if self.panel.shows is None:
             return framed(self.panel, view, width, height, frame, focused)

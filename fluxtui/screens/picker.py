@@ -27,7 +27,7 @@ MOST_ROWS = 12
 
 
 class RunPicker(ModalScreen["RunPicker.Picked | None"]):
-    """The runs of a folder but for the one on screen; the first line ends a comparison."""
+    """Lists the runs of a folder except the one on screen; the first line ends a comparison."""
 
     DEFAULT_CSS = DIALOG_CSS.format(name="RunPicker", width=96)
     BINDINGS = [Binding("escape,q,v", "leave", "Leave", show=False)]

@@ -91,7 +91,7 @@ def _indented(text: str, width: int, name_cells: int = NAME_CELLS) -> list[Line]
 
 
 def _advice(view: View, width: int) -> list[Line]:
-    """Pieces of advice, the best first; the selected one is marked."""
+    """List the advice, the best first; the selected one is marked."""
     held = ranked(view.state.advice)
     because = why_not(view)
     note = f"  cannot be applied: {because}" if because and held else ""
@@ -119,7 +119,7 @@ def _changes(view: View, width: int) -> list[Line]:
 
 
 def _in_parts(line: Line, width: int) -> list[Line]:
-    """Return one line, or its parts below each other if it is too long."""
+    """Return one line, or its spans below each other if it is too long."""
     if width_of(line) <= width:
         return [line]
     (first, role), *rest = line
@@ -194,7 +194,8 @@ def _value(planned: str, changed: int | None) -> Line:
 
 
 def _comparison(state: FoldedRun, planned: Planned, width: int) -> list[Line]:
-    """Peaks and the median step against the plan; final once the run has compared them itself."""
+    """Compare peaks and the median step with the plan; final once the run has compared them
+    itself."""
     memory = state.memory
     found = {
         "device_peak_bytes": memory.device_peak_bytes if memory else None,

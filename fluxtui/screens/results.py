@@ -35,7 +35,7 @@ ADAPTERS = (
 
 
 class ResultDialog(ModalScreen[None]):
-    """Runs a command of the engine in a process of its own and shows its answer; leaving ends it.
+    """Runs a command of the engine in its own process and shows its answer; leaving ends it.
 
     `told` is the answer, or why there is none; None before.
     """
@@ -58,7 +58,7 @@ class ResultDialog(ModalScreen[None]):
             yield Static("", id="keys")
 
     def compose_question(self) -> ComposeResult:
-        """Yield what is asked before the command runs."""
+        """Yield the widgets of the question that comes before the command."""
         yield from ()
 
     def on_mount(self) -> None:
@@ -67,11 +67,11 @@ class ResultDialog(ModalScreen[None]):
 
     @property
     def waits(self) -> bool:
-        """Whether the command runs."""
+        """Return whether the command is running."""
         return self._began_s is not None and self.told is None
 
     def ask(self, answer: type[Answer], *arguments: str) -> None:
-        """Run the command of `answer`; a refusal can be asked again."""
+        """Run the command of `answer`; after a refusal the user may ask again."""
         self._began_s, self.told, self._said = time.monotonic(), None, ""
         self.run_worker(self._ask(answer, arguments), group="result", exclusive=True)
         self.show()
@@ -87,14 +87,14 @@ class ResultDialog(ModalScreen[None]):
         self.show()
 
     def rows_of(self, found: Answer) -> list[Row]:
-        """Return name and value of what was found."""
+        """Return name and value of each result."""
         raise NotImplementedError
 
     def _hear(self, line: str) -> None:
         self._said = line
 
     def show(self) -> None:
-        """Draw what is known now."""
+        """Draw the answer, or the state of the command."""
         told = self.told or ""
         if self.waits:
             waited_s = time.monotonic() - (self._began_s or 0.0)
@@ -106,16 +106,16 @@ class ResultDialog(ModalScreen[None]):
 
     @property
     def keys_text(self) -> str:
-        """The keys that work now."""
+        """Return the keys that work now."""
         return "[b]esc[/b] leave"
 
     def action_leave(self) -> None:
-        """Close; a command under way is ended."""
+        """Close, and end a running command."""
         self.dismiss(None)
 
 
 class EvaluationDialog(ResultDialog):
-    """Computes the loss of a run's model on what was held out."""
+    """Computes the loss of a run's model on the held-out rows."""
 
     DEFAULT_CSS = DIALOG_CSS.format(name="EvaluationDialog", width=76)
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -129,7 +129,7 @@ class EvaluationDialog(ResultDialog):
         self.ask(EvaluationAnswer, self.model)
 
     def rows_of(self, found: Answer) -> list[Row]:
-        """Return name and value of what was found."""
+        """Return name and value of each result."""
         assert isinstance(found, EvaluationAnswer)
         perplexity = UNKNOWN if found.perplexity is None else number_text(found.perplexity)
         rows = f"{found.rows:,} sequences of {found.sequence_length:,}"
@@ -168,7 +168,7 @@ class ExportDialog(ResultDialog):
     def __init__(
         self, model: str, title: str, program: tuple[str, ...] = (), *, whole: bool = False
     ) -> None:
-        """Offer a `whole` model, else what can be made of an adapter."""
+        """Offer a `whole` model, or the forms of an adapter."""
         super().__init__(model, title, program)
         self._kinds = WHOLE if whole else ADAPTERS
 
@@ -182,7 +182,7 @@ class ExportDialog(ResultDialog):
 
     @property
     def kind(self) -> str:
-        """What is written: model, merged or adapter."""
+        """Return what to write: model, merged or adapter."""
         return self._kinds[self.query_one(ChoiceList).chosen].id
 
     def on_choice_list_chosen(self) -> None:
@@ -193,7 +193,7 @@ class ExportDialog(ResultDialog):
         self.query_one(ChoiceList).action_move(offset)
 
     def _propose(self) -> None:
-        """Write a folder of the run that is not there yet into the field."""
+        """Write into the field a folder of the run that does not exist yet."""
         names = (self.kind, *(f"{self.kind}-{number}" for number in range(2, 1000)))
         free = (Path(self.model) / name for name in names)
         place = next(one for one in free if not one.exists())
@@ -207,7 +207,7 @@ class ExportDialog(ResultDialog):
         self.action_write()
 
     def action_write(self) -> None:
-        """Start; once it is written, leave."""
+        """Start writing; once written, leave."""
         if self.waits:
             self.app.bell()
         elif self._is_written:
@@ -223,7 +223,7 @@ class ExportDialog(ResultDialog):
 
     @property
     def keys_text(self) -> str:
-        """The keys that work now."""
+        """Return the keys that work now."""
         if self.waits:
             return "[b]esc[/b] end it: nothing is written then"
         if self._is_written:

@@ -137,8 +137,7 @@ USES = {"chat": open_chat, "evaluate": open_evaluation, "export": open_export}
 
 
 def has_model(app: AppBase, run_dir: Path, what: str) -> RunSummary | None:
-    """Return what is known of a run that has saved a model or a checkpoint; tell the user where it
-    has not."""
+    """Return the facts of a run that has saved a model or a checkpoint; otherwise tell the user."""
     try:
         run = RunDir(run_dir).summary()
     except OSError as error:
@@ -159,7 +158,7 @@ STATE_TOLD: dict[RunState, str] = {
 
 
 def way_on(run: RunSummary, code: str = "") -> str:
-    """Say what resuming a run does, for a person who is asked; `code` is of `trusts_code`."""
+    """Say what resuming a run does; `code` comes from `trusts_code`."""
     asks = f" {question_of_trust(code)}" if code else ""
     if run.state == "refused":
         return f"It was refused: {run.message}. It is tried again with the same settings.{asks}"

@@ -43,11 +43,11 @@ class RunOrder:
     down: bool = False
 
     def by(self, column: Column) -> tuple[Column, bool]:
-        """Return column and direction after its key: a second time it is turned round."""
+        """Return the order after a column's key; the second press reverses it."""
         return column, (not self.down) if column == self.column else column in FIRST_DOWN
 
     def of(self, runs: Sequence[RunSummary], now_s: float) -> list[RunSummary]:
-        """Return the runs to show; what a run does not know comes last, in either direction."""
+        """Return the runs to show; runs without a value come last, in either direction."""
         shown = [run for run in runs if self._passes(run, now_s)]
         if self.column is None:
             return shown
@@ -109,7 +109,7 @@ def _step_text(run: RunSummary) -> str:
 
 
 def _took_s(run: RunSummary, now_s: float) -> float | None:
-    """Return the seconds of the last process; of a running one those so far."""
+    """Return the seconds of the last process; of a running one, so far."""
     if run.state != "running":
         return run.seconds
     return max(0.0, now_s - run.started_s)
@@ -180,8 +180,8 @@ def _shares(width: int) -> tuple[list[RunColumn], int, int]:
 
 
 def run_detail(run: RunSummary, width: int, uses: str = "") -> list[Line]:
-    """Return details without room in the row: the run's folder, its model and data, its end, and
-    the `uses` of its model or of its newest checkpoint."""
+    """Return details that do not fit into the row: the run's folder, its model and data, its end,
+    and the `uses` of its model or newest checkpoint."""
     has_loss = any(one.name == "loss" for one in _shares(width)[0])
     loss = f"loss {loss_text(run.loss)}" if run.loss and not has_loss else ""
     facts = " · ".join(filter(None, (run.model, run.method, loss, run.path)))

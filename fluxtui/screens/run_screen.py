@@ -63,7 +63,7 @@ class RunScreen(Ground, ActionScreen[None]):
 
     @property
     def flux(self) -> AppBase:
-        """Return the app by its own type."""
+        """Return the app with its own type."""
         return cast("AppBase", self.app)
 
     @property
@@ -72,8 +72,8 @@ class RunScreen(Ground, ActionScreen[None]):
 
     @property
     def is_whole(self) -> bool:
-        """Tell whether all widgets are there: not before mounting, nor while news reach a
-        screen that is being taken down."""
+        """Return whether all widgets exist: not before mounting, nor while the screen is being
+        removed."""
         return self.is_mounted and len(self.children) >= self._whole
 
     def draw(self) -> None:
@@ -103,7 +103,7 @@ class RunScreen(Ground, ActionScreen[None]):
         return notice_lines(view, width)
 
     def draw_body(self, view: View, palette: Palette) -> None:
-        """Draw what is between header and footer."""
+        """Draw the area between header and footer."""
 
     def on_mount(self) -> None:
         self._whole = len(self.children)
@@ -116,10 +116,8 @@ class RunScreen(Ground, ActionScreen[None]):
         self.call_next(self._appear)
 
     def _appear(self) -> None:
-        """Draw and paint at once, because the user who pressed the key waits for it.
-
-        In a screen that is not in front yet only the widgets are placed.
-        """
+        """Draw and paint at once, because the user who pressed the key waits. In a screen that is
+        not yet in front only the widgets are placed."""
         if not self.is_mounted:
             return
         if not self.size:
@@ -152,7 +150,7 @@ class RunScreen(Ground, ActionScreen[None]):
         self.flux.show_screen(name)
 
     def action_detach(self) -> None:
-        """Leave the app; the trainer is a process of its own and goes on."""
+        """Leave the app; the trainer is another process and continues."""
         self.app.exit()
 
     def action_new_run(self) -> None:
@@ -186,7 +184,7 @@ class RunScreen(Ground, ActionScreen[None]):
 
     @property
     def run_in_use(self) -> Path | None:
-        """The run whose model the keys use."""
+        """Return the run whose model the keys use."""
         return self.flux.run_dir
 
     def action_use_model(self, use: str) -> None:

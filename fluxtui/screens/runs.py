@@ -97,7 +97,7 @@ class RunsScreen(RunScreen):
         self.look_again()
 
     def come_from(self) -> None:
-        """Put the cursor on the run that was on screen, when the list is there."""
+        """Put the cursor on the run that was on screen, once the list is ready."""
         self._goes_to_attached = True
 
     def look_again(self) -> None:
@@ -122,7 +122,7 @@ class RunsScreen(RunScreen):
     def _arrange(self, *, by_user: bool = False) -> None:
         """Filter and sort; the cursor stays on its run when others come or go.
 
-        by_user: who sees other runs because of a key, and takes the first one for the cursor's.
+        by_user: the user's key changed the list, so the first line gets the cursor.
         """
         chosen = self.selected.path if self.selected is not None else self._lost
         self.runs = self.order.of(self._all, self.flux.view.wall_s or time.time())
@@ -142,7 +142,7 @@ class RunsScreen(RunScreen):
 
     @property
     def selected(self) -> RunSummary | None:
-        """The run under the cursor; None while that run is gone.
+        """Return the run under the cursor; None while that run is gone.
 
         The list and the cursor change together, so this is always the marked line.
         """
@@ -152,11 +152,11 @@ class RunsScreen(RunScreen):
 
     @property
     def run_in_use(self) -> Path | None:
-        """The run whose model the keys use: the one under the cursor."""
+        """Return the run whose model the keys use: the one under the cursor."""
         return Path(self.selected.path) if self.selected is not None else None
 
     def notices(self, view: View, width: int) -> list[Line]:
-        """Leave out what keys do with the run on screen: here they are for the one under the
+        """Leave out the keys for the run on screen: on this screen they act on the one under the
         cursor."""
         return [] if view.status.kind == "finished" else super().notices(view, width)
 

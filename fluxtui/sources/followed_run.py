@@ -70,7 +70,8 @@ class FollowedRun:
     """
 
     class Updated(Message):
-        """News of a followed run; newer news of the same follower replace waiting ones."""
+        """Posted with news of a followed run; newer news of the same follower replace waiting
+        ones."""
 
         def __init__(self, follower: FollowedRun, news: News) -> None:
             super().__init__()

@@ -121,7 +121,7 @@ def throttling(bits: int) -> tuple[str, ...]:
 def processes_of(
     found: Iterable[Any], trainer_pid: int | None, name: Callable[[int], str]
 ) -> tuple[GpuUser, ...]:
-    """NVML's entries, one a process, the largest first."""
+    """Return NVML's processes, each once, the largest first."""
     by_pid: dict[int, int | None] = {}
     for one in found:
         used = one.usedGpuMemory

@@ -39,7 +39,7 @@ class Changes:
 
     @property
     def now(self) -> dict[str, int]:
-        """Settings that changed since the start, as they are now."""
+        """Return the settings changed since the start, with their present values."""
         found: dict[str, int] = {}
         for trial in self.trials:
             if trial.change.card is not None:  # the others are as they were

@@ -33,7 +33,8 @@ STEP_FLOOR_S = 30.0
 
 
 def age_s(event: Event | None, now_s: float) -> float | None:
-    """Seconds since the event, never negative (clocks of two machines differ a little)."""
+    """Return the seconds since the event, never negative (clocks of two machines differ
+    a little)."""
     return None if event is None else max(0.0, now_s - event.wall_s)
 
 
@@ -57,15 +58,14 @@ SET_S = 0.5  # a difference beyond it is a clock that was set; below it clocks o
 
 @dataclass(frozen=True, slots=True)
 class SteadyClock:
-    """Unix time as a process's wall clock told it at first, with what passed since by its monotonic
-    clock."""
+    """Computes a process's Unix time from its first wall-clock reading and its monotonic clock."""
 
     process: tuple[int, float] | None = None
     offset_s: float | None = None  # from the monotonic clock to Unix time
     boot: str = ""  # the boot that the monotonic clock counts from
 
     def after(self, event: Event) -> SteadyClock:
-        """Return the clock of the process that tells `event`: a new one begins with its hello."""
+        """Return the clock of the process that sent `event`: a hello begins a new one."""
         if not isinstance(event, Hello) or self.process == (event.pid, event.pid_start_s):
             return self
         offset_s = event.wall_s - event.t_s if event.t_s > 0 else None
@@ -79,8 +79,8 @@ class SteadyClock:
         return steady_s if abs(event.wall_s - steady_s) > SET_S else event.wall_s
 
     def now_s(self, monotonic_s: float, boot: str) -> float | None:
-        """Return the present on this clock by the monotonic clock of the machine that asks; None
-        where that is another machine, or was started anew since."""
+        """Return the present on this clock, from the monotonic clock of this machine; None if the
+        event came from another machine or before a reboot."""
         if self.offset_s is None or not boot or boot != self.boot:
             return None
         return self.offset_s + monotonic_s

@@ -64,10 +64,8 @@ class History(Generic[Item]):
 
 
 def spaced(history: History[Sample], event: Sample) -> History[Sample]:
-    """Append a sample if it is far enough from the one before it.
-
-    A clock that was set back begins a new one: no axis of times could show both.
-    """
+    """Append a sample if it is late enough after the one before. A clock that was set back begins
+    a new history: no axis could show both times."""
     newest = history.newest
     if newest is not None and event.wall_s < newest.wall_s - DISORDER_S:
         return History[Sample](history.limit).appended(event)
@@ -175,10 +173,10 @@ class Curve(msgspec.Struct, frozen=True):
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
-        """All buckets, oldest first."""
+        """Return all buckets, oldest first."""
         return self.closed + self.tail + ((self.open,) if self.open else ())
 
     @property
     def smooth(self) -> float | None:
-        """The moving average after the newest step."""
+        """Return the moving average after the newest step."""
         return self.average / self.weight if self.weight else None

@@ -31,7 +31,7 @@ LATEST_WALL_S = 1e11  # the year 5138: a clock beyond it is broken
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """One thing that happened, in words."""
+    """One entry of the log, in words."""
 
     wall_s: float
     level: Level
@@ -121,7 +121,8 @@ class FoldedRun(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def best(self) -> tuple[int, float] | None:
-        """The step of the lowest evaluation loss, and the loss; never of the training loss."""
+        """Return the step of the lowest evaluation loss, and the loss; never of the
+        training loss."""
         told = self.evaluation
         if told is not None and told.best_step is not None and told.best_loss is not None:
             return told.best_step, told.best_loss
@@ -130,12 +131,12 @@ class FoldedRun(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def moves_are_a_sample(self) -> bool:
-        """Return whether more moves were made than told."""
+        """Return whether the trainer made more moves than it reported."""
         return self.made is not None and self.made.total > self.moves_told
 
     @property
     def moves_per_minute(self) -> float | None:
-        """Moves a minute, from the trainer's totals over the last minute of samples."""
+        """Return the moves a minute, from the trainer's totals over the last minute of samples."""
         points = list(self.move_counts)
         if len(points) < 2:
             return None
@@ -151,7 +152,7 @@ def _logged(state: FoldedRun, event: ev.Event, level: Level, kind: str, text: st
 
 
 def _rewound(state: FoldedRun, step: int) -> FoldedRun:
-    """Drop what came after `step`: a resumed process does those steps again."""
+    """Drop everything after `step`: a resumed process repeats those steps."""
     evaluations: History[tuple[int, float]] = History(state.evaluations.limit)
     for pair in state.evaluations:
         evaluations = evaluations.appended(pair) if pair[0] <= step else evaluations
@@ -174,8 +175,10 @@ def _rewound(state: FoldedRun, step: int) -> FoldedRun:
 
 
 def _after_hello(state: FoldedRun, event: ev.Hello) -> FoldedRun:
-    """Begin new samples for a new process. A process says hello again once it has read model and
-    checkpoint."""
+    """Begin new samples for a new process.
+
+    A process sends a second hello once it has read model and checkpoint.
+    """
     known = state.hello
     if event.first_step:
         state = _rewound(state, event.first_step)

@@ -21,7 +21,7 @@ class Round:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds that all answers took together."""
+        """Return the seconds that all answers took together."""
         return self.answers[-1].seconds
 
 
@@ -29,8 +29,10 @@ Rounds: TypeAlias = tuple[Round, ...]  # oldest first
 
 
 def with_sample(rounds: Rounds, event: SampleGenerated) -> Rounds:
-    """Add an answer; the first of a step begins a new round. The sample that a run without prompts
-    makes at its end is of no round."""
+    """Add an answer; the first of a step begins a new round.
+
+    A run without prompts makes one sample at its end, which belongs to no round.
+    """
     if event.seconds is None:
         return rounds
     newest = rounds[-1] if rounds else None

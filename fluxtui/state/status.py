@@ -24,7 +24,7 @@ NO_WAY_ON = "its folder held no run.json to go on with"  # checkpoints may be th
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The way in which the events reach the app."""
+    """How the events reach the app."""
 
     run_dir: Path | None = None
     process: Process = "unknown"
@@ -73,7 +73,7 @@ def status_of(state: FoldedRun, link: Link, now_s: float) -> Status:
 
 
 def _in_state(kind: Kind, detail: str = "") -> Status:
-    """Return a status whose word is that of the list of runs."""
+    """Return a status with the same word as the list of runs."""
     return Status(kind, kind.upper(), detail)
 
 
@@ -108,8 +108,10 @@ def _ended(state: FoldedRun, link: Link) -> Status | None:
 
 
 def _way_on(goes_on: bool, run_dir: Path | None) -> str:
-    """Return the command that goes on with the run in `run_dir`. It is not that of the journal,
-    which may be of a run that was made elsewhere: a user types what is shown."""
+    """Return the command that resumes the run in `run_dir`.
+
+    The journal's own command may be of a run made elsewhere, and users type what they see.
+    """
     if not goes_on:
         return NO_WAY_ON
     named = "auto" if run_dir is None else shlex.quote(str(run_dir))

@@ -19,7 +19,7 @@ class Timeline:
         return next((one for one in reversed(self.steps) if one.head.step == step), None)
 
     def newest(self, until: int | None = None) -> Recorded | None:
-        """Return the last record, or the last one of a step up to `until`."""
+        """Return the newest record, of a step up to `until` if given."""
         kept = (one for one in reversed(self.steps) if until is None or one.head.step <= until)
         return next(kept, None)
 

@@ -58,7 +58,7 @@ class View:
 
     @property
     def now_s(self) -> float:
-        """The present of the run: its last event's time, if it has ended or is replayed."""
+        """Return the present of the run: its last event's time, if it has ended or is replayed."""
         last = self.state.last_wall_s
         if last is not None and (self.link.replay or self.closed_in_order):
             return last
@@ -67,7 +67,7 @@ class View:
 
     @property
     def clock_s(self) -> float:
-        """The wall-clock time of the present, for times of day."""
+        """Return the wall-clock time of the present, for times of day."""
         return self.now_s if self.link.replay or self.closed_in_order else self.wall_s
 
     @property
@@ -76,15 +76,15 @@ class View:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the run trains on a GPU, which then has names for its parts; before it tells,
-        whether this machine has one."""
+        """Return whether the run trains on a GPU; before it reports, whether this
+        machine has one."""
         if self.state.hello is not None:
             return self.state.hello.device != "cpu"
         return self.machine_sample is None or bool(self.machine_sample.gpus)
 
     @property
     def cards(self) -> int:
-        """How many cards the run computes on; 1 until it tells."""
+        """Return the number of cards that the run computes on; 1 until it reports."""
         state = self.state
         if state.planned is not None and state.planned.cards:
             return len(state.planned.cards)
@@ -92,7 +92,7 @@ class View:
 
     @property
     def devices(self) -> str:
-        """What the run computes on, in words; "" until it tells."""
+        """Return what the run computes on, in words; "" until it reports."""
         hello, planned = self.state.hello, self.state.planned
         if hello is None or self.cards == 1:
             return "" if hello is None else hello.device
@@ -110,10 +110,10 @@ class View:
         return status_of(self.state, self.link, self.now_s)
 
     def fresh(self, event: Kind | None) -> Kind | None:
-        """Return the event if it still tells the present, else None: a panel then draws "-".
+        """Return the event if it is still current, else None: a panel then draws "-".
 
-        For a run that ended in order the last samples are shown; the header says that it ended.
-        For a killed run only facts stay true.
+        For a run that ended normally the last samples are shown, and the header says that it
+        ended. For a killed run only facts stay true.
         """
         if event is None or self.closed_in_order:
             return event
@@ -161,7 +161,7 @@ class View:
 
     @property
     def machine(self) -> MachineSample | None:
-        """The newest sample of this machine while it is young."""
+        """Return the newest sample of this machine while it is current."""
         sample = self.machine_sample
         if sample is None or self.monotonic_s - sample.monotonic_s > MACHINE_LIMIT_S:
             return None

@@ -47,7 +47,7 @@ class BriefStrip(Strip):
         self._render_cache = self._link_ids = self._cell_count = None
 
     def divide(self, cuts: Iterable[int]) -> Sequence[Strip]:
-        """Cut the strip at these cells; itself where that is its end."""
+        """Cut the strip at these cells; return the strip itself where the cut is at its end."""
         cuts = list(cuts)
         return [self] if cuts == [self.cell_length] else super().divide(cuts)
 

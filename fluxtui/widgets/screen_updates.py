@@ -34,7 +34,7 @@ class PartsUpdate(ChopsUpdate):
         return cls(update.chops, update.spans, update.chop_ends)
 
     def render_segments(self, console: Console) -> str:
-        """Text and sequences to write to the terminal."""
+        """Return text and sequences to write to the terminal."""
         written: list[str] = []
         colours = console._color_system or ColorSystem.TRUECOLOR
         for y, start, stop in self.spans:
@@ -51,7 +51,7 @@ class PartsUpdate(ChopsUpdate):
 
 
 def shorter(text: str) -> str:
-    """Shorten text with styles: of a style that follows another one write only the difference.
+    """Shorten text with styles: for each style write only the difference from the one before.
 
     Textual resets each style and writes the next one whole; neighbours often share colours. No
     style is active before the text.

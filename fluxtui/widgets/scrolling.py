@@ -30,7 +30,7 @@ class ScrollingLines(Lines, can_focus=True):
             self.at_end = at_end
 
     class Chosen(Message):
-        """Enter on the line `index`."""
+        """The user pressed Enter on the line `index`."""
 
         def __init__(self, index: int) -> None:
             super().__init__()
@@ -87,11 +87,11 @@ class ScrollingLines(Lines, can_focus=True):
         self._moved(pages * max(1, self.size.height - 1))
 
     def action_edge(self, last: int) -> None:
-        """To the first or the last line."""
+        """Scroll to the first or the last line."""
         self._moved(len(self._all) if last else -len(self._all))
 
     def action_choose(self) -> None:
-        """Enter."""
+        """Choose the line under the cursor."""
         if self.cursor is not None and self._all:
             self.post_message(self.Chosen(self.cursor))
 

@@ -21,7 +21,7 @@ def line(*spans: Span | str) -> Line:
 
 
 def width_of(spans: Line) -> int:
-    """Cells that the line takes; wide characters take two."""
+    """Return the cells that the line takes; wide characters take two."""
     whole = "".join([text for text, _ in spans])
     if has_a_cell_each(whole):
         return len(whole)
@@ -91,7 +91,7 @@ def _equal(some: Line, others: Line) -> int:
 
 
 def _cells(spans: Line) -> list[Span]:
-    """Character and role of each cell."""
+    """Return character and role of each cell."""
     return [(c, role) for text, role in spans for c in text]
 
 
@@ -112,7 +112,7 @@ def _has_a_cell_each(text: str) -> bool:
 
 
 def spread(left: Line, right: Line, width: int) -> Line:
-    """Left and right ends in one line; where both do not fit, the left end is cut first."""
+    """Put left and right ends in one line; where both do not fit, the left end is cut first."""
     right_width = width_of(right)
     if right_width + 2 > width:
         return fitted(left if left else right, width)
@@ -156,7 +156,7 @@ def _pieces(word: str, width: int) -> list[str]:
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """Words of `text` in lines of at most `width` cells; longer words are cut."""
+    """Wrap the words of `text` in lines of at most `width` cells; longer words are cut."""
     lines: list[str] = []
     current, width = "", max(1, width)
     pieces = (piece for word in text.split() for piece in _pieces(word, width))

@@ -90,7 +90,7 @@ TRYING: tuple[Hint, ...] = ((("wizard_back",), "end the dry run"), SCROLL)
 def key_hints(
     step: StepName, registry: Sequence[Action], trying: bool = False
 ) -> list[tuple[str, str]]:
-    """Keys and what they do, in the order of the footer."""
+    """Return the keys and what they do, in the order of the footer."""
     by_id = {action.id: action for action in registry}
     hints = TRYING if trying else HINTS[step]
     return [(joined([_key(by_id, name, step) for name in names]), words) for names, words in hints]
@@ -108,7 +108,7 @@ def _key(by_id: dict[str, Action], name: str, step: StepName) -> str:
 
 
 class WizardFrame(ActionScreen[Outcome | None]):
-    """Holds the answers and what is known about them, and draws the step that they are at."""
+    """Holds the answers and what is known about them, and draws their current step."""
 
     DEFAULT_CSS = """
     WizardFrame { layout: vertical; }
@@ -170,7 +170,7 @@ class WizardFrame(ActionScreen[Outcome | None]):
         self.set_interval(0.25, self._tick)
 
     def watch_machine(self, signal: Signal[MachineSample]) -> None:
-        """Show from now on what the app sees of this machine."""
+        """Follow the app's samples of this machine."""
         signal.subscribe(self, self._machine_sampled)
 
     def _machine_sampled(self, sample: MachineSample) -> None:
@@ -187,27 +187,27 @@ class WizardFrame(ActionScreen[Outcome | None]):
 
     @property
     def registry(self) -> tuple[Action, ...]:
-        """The actions, with the user's own keys where the app has them."""
+        """Return the actions, with the user's own keys where the app has them."""
         return self.app.actions if isinstance(self.app, AppBase) else ACTIONS
 
     @property
     def place(self) -> str:
-        """The page on screen, by its name in the registry of actions."""
+        """Return the page on screen, by its name in the table of actions."""
         return f"wizard.{self.answers.step}"
 
     @property
     def holders(self) -> tuple[DOMNode, ...]:
-        """The owners of actions: the page on screen before the wizard and the app."""
+        """Return the owners of actions: the page on screen before the wizard and the app."""
         return (self.current, self, self.app)
 
     @property
     def current(self) -> WizardStep:
-        """The step on screen."""
+        """Return the step on screen."""
         return self.query_one(f"#{self.answers.step}", WizardStep)
 
     @property
     def view(self) -> WizardView:
-        """The state that the pages draw."""
+        """Return the state that the pages draw."""
         asked = self.background
         return WizardView(
             answers=self.answers,
@@ -246,7 +246,7 @@ class WizardFrame(ActionScreen[Outcome | None]):
 
     @work(exclusive=True, group="runs")
     async def _read_runs(self) -> None:
-        """Earlier runs, and the models that they trained."""
+        """Read earlier runs, and the models that they trained."""
         runs = await asyncio.to_thread(known_runs, self.root)
         models = await asyncio.to_thread(recent_models, runs)
         self.runs = tuple(runs)

@@ -58,17 +58,16 @@ Say = Callable[[str], None]
 
 
 class GoBack(Exception):
-    """The user wants the step before."""
+    """Raised when the user wants the step before."""
 
 
 class Leave(Exception):
-    """The user wants no run."""
+    """Raised when the user wants no run."""
 
 
 @contextmanager
 def completing(kind: str) -> Iterator[None]:
-    """Let Tab complete the path of a folder or a file, where this Python can; other answers are
-    typed as they are."""
+    """Let Tab complete the path of a folder or a file, where this Python can."""
     try:
         import readline
     except ImportError:
@@ -94,7 +93,7 @@ def completing(kind: str) -> Iterator[None]:
 
 
 class Dialogue:
-    """Asks on `ask` (as `input`), tells on `say` (as `print`)."""
+    """Asks with `ask` (like `input`), prints with `say` (like `print`)."""
 
     def __init__(self, ask: Ask, say: Say) -> None:
         self._ask: Ask = lambda prompt: ask(printable_lines(prompt))
@@ -398,7 +397,7 @@ class LinearWizard(Dialogue):
         self._planned_for = wanted
 
     def _arguments(self, answers: Answers | None = None) -> list[str]:
-        """Configuration and settings, for the engine's command."""
+        """Return configuration and settings for the engine's command."""
         answers = answers or self.view.answers
         config = Path(self._scratch.name) / "config.yaml"
         config.write_text(yaml_text(answers), encoding="utf-8")

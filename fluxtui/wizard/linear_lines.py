@@ -80,7 +80,7 @@ def machine_rows(asked: Asked[ProbeAnswer]) -> list[str]:
 
 
 def methods_lines(view: WizardView) -> list[str]:
-    """Tell for each method whether it fits, what it takes, and its trade-off."""
+    """Say for each method whether it fits, its memory and time, and its trade-off."""
     return [line for method in METHODS for line in method_lines(view, method)]
 
 
@@ -112,7 +112,7 @@ def choice_lines(plan: PlanAnswer) -> list[str]:
 
 
 def trial_lines(asked: Asked[DryRunAnswer]) -> list[str]:
-    """Measured against predicted."""
+    """Write measured against predicted values."""
     trial = asked.value
     if trial is None:
         return [f"error: {asked.refusal}"]

@@ -161,7 +161,7 @@ class WizardScreen(WizardFrame):
             self._move(1)
 
     def _begin(self) -> None:
-        """Do what was chosen at the start."""
+        """Act on the choice of the start step."""
         answers, check = self.answers, self.checks["start"]
         if answers.start == "attach":
             forget_draft(self._draft)
@@ -179,7 +179,7 @@ class WizardScreen(WizardFrame):
 
     @property
     def _data_refused(self) -> bool:
-        """Whether the engine refuses this data with this model."""
+        """Return whether the engine refuses this data with this model."""
         asked = self.background.inspection.state
         return asked.refusal is not None and asked.exit_code == EXIT_BAD_INPUT
 
@@ -277,7 +277,8 @@ class WizardScreen(WizardFrame):
         self.action_next()
 
     def _keep(self, answers: Answers) -> None:
-        """Take these answers, and save them once one was given here: a look loses no older ones."""
+        """Take these answers, and save them once the user gave one here: a look loses no older
+        ones."""
         self.answers = answers
         if dataclasses.replace(answers, step=self._begun.step) != self._begun:
             save_draft(answers, self._draft)
@@ -319,7 +320,7 @@ class WizardScreen(WizardFrame):
         self.dismiss(launch)
 
     def heard(self) -> None:
-        """Take an answer of the engine; perhaps one that the user waits for."""
+        """Take an answer of the engine; the user may be waiting for it."""
         if not self.is_mounted:
             return
         super().heard()

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """`base + slope * count`: seconds (or bytes) of some rows that are computed at once, or of a
-    block in some chunks."""
+    """A line `base + slope * count`: seconds or bytes over rows computed at once, or over
+    chunks."""
 
     base: float
     slope: float
@@ -28,11 +28,9 @@ class Line:
 
 
 def line_through(few: tuple[int, float], many: tuple[int, float]) -> Line:
-    """The line through (rows, value) at two sizes, `many` the larger, with nothing below zero.
-
-    Noise can make the smaller size look dearer a row than the line allows; then the larger, which
-    was measured over more work, decides alone.
-    """
+    """Return the line through (rows, value) at two sizes, `many` the larger, with nothing below
+    zero. Where noise makes the smaller size cost more a row than the larger, the larger decides
+    alone: it was measured over more work."""
     (few_rows, few_value), (many_rows, many_value) = few, many
     if many_rows <= few_rows:
         return Line(base=0.0, slope=many_value / many_rows)
@@ -42,8 +40,8 @@ def line_through(few: tuple[int, float], many: tuple[int, float]) -> Line:
 
 
 def line_of_chunks(rows: int, whole: float, chunks: int, cut: float) -> Line:
-    """The line over the rows of one chunk, where `rows` took `whole` at once and `cut` in `chunks`
-    chunks: the same work, so that the difference is what the further chunks cost."""
+    """Return the line over the rows of one chunk, where `rows` took `whole` at once and `cut` in
+    `chunks` chunks. The work is the same, so the difference is the cost of the further chunks."""
     base = (cut - whole) / (chunks - 1) if chunks > 1 else 0.0
     base = min(max(base, 0.0), whole)
     return Line(base=base, slope=(whole - base) / rows)
@@ -51,8 +49,8 @@ def line_of_chunks(rows: int, whole: float, chunks: int, cut: float) -> Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Streamed:
-    """What a step took longer once its groups were on the host and streamed, on the cores
-    that compute: their updates, copies of `copied_bytes`, and what they cost beside their bytes."""
+    """Extra seconds of a step whose groups are on the host and streamed: updates and copies of
+    `copied_bytes`, on the same cores that compute."""
 
     longer_s: float
     updated_bytes: int  # that AdamW moved
@@ -68,11 +66,11 @@ class Streamed:
 
 @dataclass(frozen=True, kw_only=True)
 class HostTimes:
-    """Seconds that a GPU's host needs to queue work, less what it waits for, in whole steps of one
-    kind: those with updates in backward, or those of a run that clips.
+    """Seconds that a GPU's host needs to queue work, without its waits, in whole steps of one
+    kind: with updates in backward, or with clipping.
 
-    The lines are of one block, over its chunks: beside AdamW each chunk is queued about as fast as
-    alone, and what is done once a block (waking up for its update, its copies) takes longer.
+    The lines are of one block, over its chunks. While AdamW runs, each chunk is queued about as
+    fast as without it; work done once a block (waking up for its update, its copies) takes longer.
     """
 
     forward: Line
@@ -88,14 +86,14 @@ class HostTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class StepsNotTimed:
-    """Why whole steps were not timed before a training (`calibration/timed_steps.py`)."""
+    """Why whole steps were not timed before a training."""
 
     why: str  # with numbers, as a part of a sentence
     lasts: bool = False  # with every model of this shape
 
     @property
     def text(self) -> str:
-        """Say it to people, with what it means for predicted times."""
+        """Return the reason in words, with its consequence for predicted times."""
         return (  # so much as four such cases were on an H200 (docs/planner.md)
             f"whole steps were not timed ({self.why}), so AdamW and the queueing of the GPU's "
             "work count as fast as each is alone, and a step that waits for the host may be "
@@ -105,9 +103,8 @@ class StepsNotTimed:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Seconds of one block and of what stands outside the blocks, and bytes of activations.
-
-    A block's lines are over the rows of one chunk, the others over those of a batch.
+    """Measured seconds of one block and of the modules outside the blocks, and bytes of
+    activations. A block's lines are over the rows of one chunk, the others over those of a batch.
     """
 
     forward: Line  # one block
@@ -146,7 +143,8 @@ def chunked(line: Line, batch_rows: int, chunk_rows: int) -> float:
 
 
 def timed_rows(sequence_length: int, batch_rows: int | None, chunk_tokens: int) -> tuple[int, int]:
-    """Return the rows of the two chunks to time: a quarter of what a run takes, and about that."""
+    """Return the rows of the two chunks to time: a quarter of a run's chunk, and about the
+    whole."""
     many = 1 << (max(1, chunk_tokens // sequence_length).bit_length() - 1)
     if batch_rows is not None:
         many = min(many, batch_rows)

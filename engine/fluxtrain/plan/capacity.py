@@ -15,7 +15,7 @@ MEMORY_STEP_BYTES = 256 * MIB  # a difference below it does not change which car
 
 @dataclass(frozen=True, kw_only=True)
 class CardCapacity:
-    """One card, as it is now."""
+    """One card and its memory now."""
 
     index: int  # torch's: of the cards that CUDA_VISIBLE_DEVICES leaves
     name: str = ""
@@ -51,19 +51,20 @@ class CardsCapacity:
 
     @property
     def has_gpu(self) -> bool:
-        """Whether cards have memory of their own."""
+        """Return whether cards have memory of their own."""
         return all(card.free_bytes is not None for card in self.cards)
 
 
 def usable_cards(
     capacity: CardsCapacity, parallel: ParallelRequest, block_s: Sequence[float | None]
 ) -> tuple[int, ...]:
-    """Return the cards that may compute, as positions in `capacity`, the one for embedding and head
-    first: that of the code around the model, if it is known, then the fastest, of equals the one
-    with the most memory. Cards of a list, and cards for which numbers of blocks were given, keep
-    their order.
+    """Return the positions in `capacity` of the cards that may compute, first the one for
+    embedding and head.
 
-    Raises BadInput for cards that are not there or cannot be used, and where none can.
+    That is the card on which the model's other code runs, if it is known. The fastest come next;
+    of equally fast ones the one with the most memory. A list of cards, and cards with given
+    numbers of blocks, keep their order. Raises BadInput where a card does not exist or cannot be
+    used, and where no card can.
     """
     if isinstance(parallel.cards, tuple):
         return tuple(_position(capacity, index) for index in parallel.cards)

@@ -203,7 +203,7 @@ class _Chooser:
         return tuple((forward + backward) / layers for forward, _, backward in times)
 
     def _chosen(self, options: list[Option]) -> Option:
-        """Return the fewest cards that are nearly as fast as any, with their batch."""
+        """Return the fewest cards that are nearly as fast as any number, with their batch."""
         found = []
         for number in dict.fromkeys(len(one.cards) for one in options):
             found.append(_smallest_batch([one for one in options if len(one.cards) == number]))
@@ -213,8 +213,8 @@ class _Chooser:
     # -- rows --------------------------------------------------------------------------------------
 
     def _options_of(self, positions: tuple[int, ...]) -> list[Option]:
-        """Return the fastest option of each batch, the largest first, as far as smaller ones may be
-        nearly as fast."""
+        """Return the fastest option of each batch, the largest first, down to the smallest batch
+        that may be nearly as fast."""
         found: list[Option] = []
         refused: DoesNotFit | None = None
         for batch in self._batches(positions):
@@ -249,8 +249,8 @@ class _Chooser:
         return [1 << shift for shift in range(most.bit_length() - 1, -1, -1)]
 
     def _chunk(self, batch: int, number: int) -> int:
-        """Return the rows of a chunk: enough chunks to keep so many cards busy; 0: left to the
-        search of one card."""
+        """Return the rows of a chunk, small enough that all cards have work; 0: the search of one
+        card decides."""
         if self.request.chunk_rows != "auto":
             return min(self.request.chunk_rows, batch) if batch else self.request.chunk_rows
         if number == 1:
@@ -263,7 +263,8 @@ class _Chooser:
         return power_of_two(GPU_CHUNK_TOKENS // length)
 
     def _rivals(self, chosen: Option) -> Iterator[Option]:
-        """Yield the same cards and batch with other chunks, and with the head on all cards."""
+        """Yield options with the same cards and batch, but other chunks or the head on all
+        cards."""
         if chosen.time is None or len(chosen.cards) == 1:
             return
         batch, here = chosen.layout.batch_rows, chosen.layout.chunk_rows
@@ -282,8 +283,8 @@ class _Chooser:
                         best = other
 
     def _head_dealings(self, positions: tuple[int, ...]) -> Iterator[HeadDealing]:
-        """Yield ways to deal the head. Slopes go to the first card by links alone: through the host
-        they would take as much of its memory as there are chunks."""
+        """Yield ways to deal the head. Gradients of the logits reach the first card only by links
+        between cards: through the host they would take host memory for every chunk."""
         assert self.rates is not None
         peers = self.rates.of(positions).peers
         linked = all((card, EDGES_CARD) in peers for card in range(1, len(positions)))
@@ -335,8 +336,8 @@ class _Chooser:
         dealing: HeadDealing = "one_card",
         near: Option | None = None,
     ) -> Option:
-        """Return the fastest dealing of a batch and its chunks. Raises DoesNotFit where none
-        fits."""
+        """Return the fastest way to deal the blocks for a batch and its chunks. Raises DoesNotFit
+        where none fits."""
         shares = self._shares(positions, batch, chunk, dealing, near)
         found: list[Option] = []
         refused: DoesNotFit | None = None
@@ -353,8 +354,8 @@ class _Chooser:
         )
 
     def _dealings(self, shares: _CardSearch, positions: tuple[int, ...]) -> list[Assignment]:
-        """Return ways to deal the blocks: as asked, and the same as far as the cards hold all bytes
-        of their blocks, their weights, or what is needed to compute them."""
+        """Return ways to deal the blocks: as asked, and with as many blocks a card as it can hold
+        whole, by weights alone, or with the least that computes them."""
         number, layers = len(positions), self.facts.layers
         if number == 1:
             return [Assignment(facts=self.facts, cards=(EDGES_CARD,) * layers)]
@@ -398,7 +399,8 @@ class _Chooser:
         return then if asked or then.step_s < now.step_s else now
 
     def _with_moments(self, option: Option, *, deferred: bool) -> Option:
-        """Return the option with AdamW's moments after all weights on every card, or on none."""
+        """Return the option with AdamW's moments updated after all weights on every card, or on
+        none."""
         cards = tuple(
             replace(one, layout=replace(one.layout, deferred_moments=deferred))
             for one in option.cards
@@ -423,10 +425,10 @@ class _Chooser:
 
 
 def _smallest_batch(options: Sequence[Option]) -> Option:
-    """Return the option with the fewest rows that loses next to nothing of the best throughput.
+    """Return the option with the fewest rows that loses almost nothing of the best throughput.
 
-    Beside frozen weights the smallest is enough whose computation takes twice as long as its
-    copies, unless it is much slower: adapters are mostly trained on little data, in few steps.
+    With frozen weights, the smallest batch whose computation takes twice as long as its copies is
+    enough, unless it is much slower: adapters are mostly trained on little data, in few steps.
     """
     best = max(one.tokens_per_s for one in options)
     enough = []
@@ -438,8 +440,8 @@ def _smallest_batch(options: Sequence[Option]) -> Option:
 
 
 def _layout_of(dealt: Assignment, cards: Sequence[CardLayout], request: RunRequest) -> Layout:
-    """Return the layouts of all cards in one: counts are of all cards, what is one way or another
-    on each is the most that any has."""
+    """Merge the layouts of all cards into one: counts are added up, and of a setting that differs
+    between cards the largest is taken."""
     layouts = [one.layout for one in cards]
     if dealt.facts.row is None:
         chunk_rows = count_or(request.chunk_rows, 0)
@@ -468,7 +470,7 @@ def _rows(option: Option) -> tuple[GroupPlacement, ...]:
 
 
 def _need(option: Option) -> Footprint:
-    """Return the peaks of all cards, added up; what their layouts do not count is workspace."""
+    """Return the peaks of all cards, added up; bytes outside their layouts count as workspace."""
     needs = [one.need for one in option.cards]
     total = {part.name: sum(getattr(n, part.name) for n in needs) for part in fields(Footprint)}
     total["workspace_bytes"] += sum(one.beside_bytes for one in option.cards)
@@ -492,10 +494,11 @@ def _card_placement(one: CardLayout) -> CardPlacement:
 
 @dataclass(frozen=True)
 class _CardSearch:
-    """Place each card's share of a batch and its chunks, which `request` has.
+    """Places each card's share of a batch and of its chunks, which `request` sets.
 
-    Each share is a model by itself. Beside its layout a card holds buffers for chunks that come
-    from other cards, and a flat sum more for each further block of a run of neighbouring blocks.
+    Each share is planned like a model. Besides its layout, a card holds buffers for chunks that
+    arrive from other cards, and one flat sum for each further block in a run of neighbouring
+    blocks.
     """
 
     facts: ModelFacts
@@ -510,7 +513,7 @@ class _CardSearch:
 
     @property
     def alone(self) -> Search:
-        """The search of one card for the whole model."""
+        """Return the search of one card for the whole model."""
         search = self._search(self.facts, 0, self.host_available_bytes, 0, self.request)
         assert search is not None, "nothing is beside one card's layout"
         return search
@@ -524,7 +527,7 @@ class _CardSearch:
         return LANDING_BUFFERS * batch * row.block_input_bytes
 
     def budget_bytes(self, card: int) -> int | None:
-        """Return what of a card's memory may be used; None without a GPU and a budget."""
+        """Return the bytes of a card's memory that may be used; None without a GPU and a budget."""
         known = (self.request.budget_bytes, self.cards[card].free_bytes)
         return min((size for size in known if size is not None), default=None)
 
@@ -546,8 +549,8 @@ class _CardSearch:
     def _within_host(
         self, dealt: Assignment, wanted: Sequence[CardLayout]
     ) -> tuple[CardLayout, ...]:
-        """Give each card's groups a part of the host's memory by their size; what one card does
-        not need of it is the others'."""
+        """Divide the host's memory among the cards by the size of their groups; memory that one
+        card does not need goes to the others."""
         host = self.host_available_bytes
         assert host is not None
         sizes = [sum(g.host_bytes() for g in dealt.groups_of(card)) for card in self._every]
@@ -566,7 +569,7 @@ class _CardSearch:
         return tuple(found)
 
     def _with_8bit_states(self, dealt: Assignment) -> int | None:
-        """Return the host bytes with optimizer states of 8 bits; None where that cannot be."""
+        """Return the host bytes with 8-bit optimizer states; None where these are impossible."""
         if not self.facts.has_masters or not any(g.trained for g in self.facts.groups):
             return None
         facts = self.facts.with_states("8bit")
@@ -578,7 +581,8 @@ class _CardSearch:
         return sum(one.need.host_bytes for one in found)
 
     def _place(self, dealt: Assignment, card: int, host_bytes: int | None) -> CardLayout:
-        """Place one card's share; as another card's that is the same in all but names."""
+        """Place one card's share; a share that differs from another one's only in names takes its
+        layout."""
         run, facts = longest_run(dealt, card), self._share(dealt, card)
         rates = None if self.rates is None else self.rates.cards[card]
         alike = (
@@ -636,7 +640,7 @@ class _CardSearch:
         beside_bytes: int,
         request: RunRequest,
     ) -> Search | None:
-        """Return the search of a share in what a card has left; None where that is nothing."""
+        """Return the search of a share in a card's remaining memory; None where none remains."""
         budget = self.budget_bytes(card)
         if budget is not None:
             budget -= int(beside_bytes / AUTO_SHARE) + (beside_bytes > 0)
@@ -671,7 +675,8 @@ class _CardSearch:
         return layout, None
 
     def _near(self, search: Search, card: int) -> Layout | None:
-        """Return what was found for the card with other rows, where its blocks are as many."""
+        """Return the layout found for the card with other rows, if its number of blocks is the
+        same."""
         if self.near is None or card >= len(self.near.cards):
             return None
         found = self.near.cards[card]
@@ -699,7 +704,7 @@ class _CardSearch:
 
     def beside_bytes(self, dealt: Assignment, card: int, run: int) -> int:
         """Return the bytes on a card that its layout does not count: landing buffers, flat sums of
-        a run, and the copy of the head's weight, which stays."""
+        a run, and the resident copy of the head's weight."""
         if len(self.cards) == 1:
             return 0
         sums = max((g.sum_bytes for g in dealt.groups_of(card) if g.kind == "block"), default=0)
@@ -710,7 +715,7 @@ class _CardSearch:
 
     @cached_property
     def _chunk_bytes(self) -> int:
-        """Bytes of the activations that one chunk of a block computes with."""
+        """Return the bytes of a block's activations while it computes one chunk."""
         row, batch, chunk = self.facts.row, self.request.batch_rows, self.request.chunk_rows
         if row is None or batch is None:
             return 0
@@ -724,8 +729,8 @@ class _CardSearch:
         return self.facts.head_dtype_bytes * (head or row.hidden * row.vocabulary)
 
     def most_blocks(self, card: int, level: Offload) -> int:
-        """Return how many blocks a card holds at most, all of their bytes (`none`), their weights
-        (`optimizer`), or the least that computes them (`max`)."""
+        """Return the most blocks that a card can hold: with all bytes (`none`), with their weights
+        (`optimizer`), or with the least that computes them (`max`)."""
         most, least = self.facts.layers, 0
         while least < most:
             middle = (least + most + 1) // 2

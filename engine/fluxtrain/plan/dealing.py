@@ -25,7 +25,7 @@ _OF_TWO = (0, 1, 1, 1)  # chunks in turn: to add them all up takes the first as 
 
 @dataclass(frozen=True, kw_only=True)
 class DealtCard:
-    """What dealing needs to know of one card."""
+    """What dealing needs to know about one card."""
 
     block_s: float | None = None  # to compute one block forward and backward; None: not measured
     memory_bytes: int | None = None  # that blocks may take
@@ -35,8 +35,8 @@ class DealtCard:
 def deal(blocks: int, cards: Sequence[DealtCard], dealing: Dealing = "auto") -> tuple[int, ...]:
     """Return the card of each block, in the order of the model.
 
-    Of more cards than blocks the first ones get a block each. The cards together must hold all
-    blocks (`most`). Raises BadInput for given numbers that do not make up the model.
+    With more cards than blocks, the first cards get one block each. Together the cards must hold
+    all blocks (`most`). Raises BadInput for given numbers that do not add up to the model.
     """
     if isinstance(dealing, tuple):
         check_given(blocks, len(cards), dealing)
@@ -45,7 +45,7 @@ def deal(blocks: int, cards: Sequence[DealtCard], dealing: Dealing = "auto") -> 
 
 
 def check_given(blocks: int, cards: int, counts: Sequence[int]) -> None:
-    """Raise BadInput unless there is a number for each card and together they are all blocks."""
+    """Raise BadInput unless each card has a number and together they make up all blocks."""
     told = ", ".join(map(str, counts))
     if len(counts) != cards:
         raise BadInput(
@@ -61,8 +61,9 @@ def check_given(blocks: int, cards: int, counts: Sequence[int]) -> None:
 
 
 def counts_of(blocks: int, cards: Sequence[DealtCard], rule: DealingRule) -> tuple[int, ...]:
-    """Return how many blocks each card gets: each goes where the cards are then done earliest
-    (`speed`), or fullest by the same share (`memory`), of equals to the first card."""
+    """Return how many blocks each card gets. Each block goes to the card that then finishes
+    earliest (`speed`) or has the smallest share of its memory filled (`memory`); of equal cards to
+    the first."""
     each = _load_of_a_block(cards, rule)
     most = [blocks if card.most is None else card.most for card in cards]
     assert sum(most) >= blocks, "the cards do not hold the blocks"
@@ -74,7 +75,7 @@ def counts_of(blocks: int, cards: Sequence[DealtCard], rule: DealingRule) -> tup
 
 
 def _load_of_a_block(cards: Sequence[DealtCard], rule: DealingRule) -> list[float]:
-    """What one block adds to the load of each card, in any unit."""
+    """Return the load that one block adds to each card, in any unit."""
     seconds = [card.block_s for card in cards if card.block_s]
     memory = [card.memory_bytes for card in cards if card.memory_bytes]
     if rule in ("auto", "speed") and len(seconds) == len(cards):
@@ -85,11 +86,11 @@ def _load_of_a_block(cards: Sequence[DealtCard], rule: DealingRule) -> list[floa
 
 
 def spread_evenly(counts: Sequence[int]) -> tuple[int, ...]:
-    """Return the card of each block, `counts` blocks for each card.
+    """Return the card of each block, with `counts` blocks for each card.
 
-    Of any first blocks each card has its share, less or more than one block apart from it (a
-    schedule by deadlines: R. Tijdeman, The chairman assignment problem, 1980), and where two
-    neighbours would be on one card although they need not, some blocks change places.
+    Among the first blocks, however many, each card has its share within one block (a schedule by
+    deadlines: R. Tijdeman, The chairman assignment problem, 1980). Blocks then change places where
+    two neighbours need not share a card.
     """
     total, given = sum(counts), [0] * len(counts)
     found: list[int] = []
@@ -105,7 +106,7 @@ def spread_evenly(counts: Sequence[int]) -> tuple[int, ...]:
 
 
 def _neighbours_apart(cards: list[int]) -> list[int]:
-    """Turn around the shortest ranges of blocks that leave fewer neighbours on one card."""
+    """Reverse the shortest ranges of blocks for which fewer neighbours share a card."""
     cards = list(cards)
     for at in range(1, len(cards)):
         card = cards[at]
@@ -142,7 +143,7 @@ def runs_of(cards: Sequence[int]) -> list[range]:
 
 def cards_of_chunks(chunks: int, cards: int, *, adds: bool) -> list[int]:
     """Return the card that computes each chunk of tokens of a head whose gradient is summed in
-    order. `adds`: there is a gradient, and the first card is kept busy by adding it up."""
+    order. `adds`: the gradient exists, and summing it keeps the first card busy."""
     turn = tuple(range(cards))
     if adds and cards > 1:
         turn = _OF_TWO if cards == 2 else turn[1:]
@@ -158,7 +159,7 @@ class Assignment:
 
     @property
     def number(self) -> int:
-        """How many cards compute."""
+        """Return the number of cards that compute."""
         return max(self.cards, default=0) + 1
 
     def of_groups(self) -> tuple[int, ...]:
@@ -174,7 +175,7 @@ class Assignment:
         return tuple(group for group, at in both if at == card)
 
     def share(self, card: int) -> ModelFacts:
-        """Return the facts of one card's groups; the loss is computed where the head is."""
+        """Return the facts of one card's groups; the head's card computes the loss."""
         if card not in self._shares:
             self._shares[card] = self._share(card)
         return self._shares[card]
@@ -200,10 +201,9 @@ class Assignment:
     def share_with_loss(
         self, card: int, batch_rows: int | None, dealing: HeadDealing
     ) -> ModelFacts:
-        """Return the facts of one card's groups where the head's tokens are dealt to all cards:
-        what a card has for the loss (hidden states, logits, sums of the weight's gradient) is there
-        until it is computed, before any block's backward pass, so that both have the same memory in
-        turn."""
+        """Return the facts of one card's groups where the head's tokens are dealt to all cards. A
+        card's memory for the loss (hidden states, logits, sums of the weight's gradient) is free
+        again before any block's backward pass, so both use the same memory in turn."""
         share, row, head = self.share(card), self.facts.row, self.facts.head_parameters
         first = card == EDGES_CARD
         if row is None or not batch_rows or dealing == "one_card":

@@ -12,19 +12,20 @@ LARGE_GRADIENT_BYTES = 512 << 20  # those on the host: only an embedding's or a 
 
 
 def staging_depth(gradient_bytes: int) -> int:
-    """Buffers of one size on the device that gradients leave through: where they are large, and so
-    in few groups, one."""
+    """Return the number of device buffers of one size for gradients on their way out: one where
+    they are large, and so in few groups."""
     return 1 if gradient_bytes >= LARGE_STAGING_BYTES else 2
 
 
 def sum_depth(gradient_bytes: int, *, is_block: bool) -> int:
-    """The same for sums of several backward passes, that come up through them too, in halves where
-    gradients are bf16: of a block both at once, so that nobody waits for the first to leave."""
+    """Return the number of device buffers of one size for sums of several backward passes, which
+    pass through them both ways, in halves where gradients are bf16. A block has both halves at
+    once, so none waits for the other to be downloaded."""
     return 2 if is_block else staging_depth(gradient_bytes)
 
 
 def ring_depth(gradient_bytes: int) -> int:
-    """Buffers of one size that the gradients of a step in backward pass through on the host: one on
-    its way,
-    one being used up, one for jitter; of the largest (embedding, head), which come alone, one."""
+    """Return the number of host buffers of one size for gradients of a step in backward: one in
+    transfer, one in use, one for jitter; one alone for the largest (embedding, head), which come
+    singly."""
     return 1 if gradient_bytes >= LARGE_GRADIENT_BYTES else 3

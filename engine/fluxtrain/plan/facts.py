@@ -31,10 +31,8 @@ INTERMEDIATE_TENSORS = 7
 
 @dataclass(frozen=True, kw_only=True)
 class GroupFacts:
-    """One group of weights that moves as one: a block, or a part outside the blocks (an edge).
-
-    Counts are of elements in memory, with the padding between parameters.
-    """
+    """One group of weights that moves as one: a block, or a module outside the blocks (an edge).
+    Counts are of elements in memory, with the padding between parameters."""
 
     name: str
     kind: Literal["block", "edge"]
@@ -55,7 +53,7 @@ class GroupFacts:
 
     @cached_property
     def unnamed(self) -> GroupFacts:
-        """Return the group without its name; groups that are equal but for names share one
+        """Return the group without its name; groups that differ only in their names share one
         object."""
         return _one_of_all(replace(self, name=""))
 
@@ -72,8 +70,8 @@ class GroupFacts:
 
     @cached_property
     def state_bytes(self) -> int:
-        """Optimizer states: with a bf16 weight 10 bytes (fp32 moments), 6 (bf16) or 4 (8 bits); an
-        fp16 one has a whole fp32 master beside it and takes two more."""
+        """Return the bytes of optimizer states. A bf16 weight takes 10 (fp32 moments), 6 (bf16) or
+        4 (8 bits); an fp16 one two more, for its whole fp32 master."""
         if not self.masters:
             return self.moment_bytes
         masters = LOW_HALF_BYTES * self.trained_bf16 + FP32_BYTES * self.trained_fp16
@@ -81,16 +79,17 @@ class GroupFacts:
 
     @cached_property
     def update_bytes(self) -> int:
-        """Read and written by one update: masters and moments twice, gradients and what is rounded
-        to fp16 once."""
+        """Return the bytes that one update reads and writes: masters and moments twice, gradients
+        and weights rounded to fp16 once."""
         masters = FP32_BYTES * self.trained
         rounded = self.rounded_bytes + HALF_BYTES * self.trained_fp16
         return 2 * (masters + self.moment_bytes) + rounded
 
     @cached_property
     def pass_bytes(self) -> int:
-        """Read and written by each of the update's two passes (the weights', then the moments');
-        0 where it has only one: fp32 moments of bf16 and fp32 weights can come later."""
+        """Return the bytes that each of the update's two passes (weights, then moments) reads and
+        writes; 0 where it has only one. Fp32 moments of bf16 and fp32 weights can be updated
+        later."""
         if self.states != "fp32" or self.trained_fp16 or not self.masters:
             return 0
         return self.update_bytes - self.moment_bytes
@@ -126,8 +125,8 @@ class GroupFacts:
         return self.rounded_bytes + wide
 
     def host_bytes(self, *, accumulates: bool = False) -> int:
-        """Weights, states and gradients: 14 bytes a trained bf16 parameter, 16 an fp16 or fp32 one;
-        with 8-bit states 8 and 10."""
+        """Return the bytes of weights, states and gradients: 14 a trained bf16 parameter, 16 an
+        fp16 or fp32 one; with 8-bit states 8 and 10."""
         return self.weight_bytes + self.state_bytes + self.gradient_bytes(accumulates=accumulates)
 
 
@@ -138,8 +137,8 @@ def _one_of_all(unnamed: GroupFacts) -> GroupFacts:
 
 
 class Groups:
-    """Some groups of one model in forward order, with the sums that plans ask for again and again:
-    each is computed once."""
+    """Some groups of one model in forward order, with sums that plans use again and again; each is
+    computed once."""
 
     def __init__(self, groups: Iterable[GroupFacts]) -> None:
         self._groups = tuple(groups)
@@ -152,7 +151,7 @@ class Groups:
         return len(self._groups)
 
     def __contains__(self, group: object) -> bool:
-        """Return whether this very object is one of the groups."""
+        """Return whether exactly this object is one of the groups."""
         return id(group) in self._ids
 
     @cached_property
@@ -181,7 +180,7 @@ class Groups:
 
     @cached_property
     def alike(self) -> tuple[tuple[GroupFacts, int], ...]:
-        """Count equal groups: each kind of group with how many there are."""
+        """Count equal groups: return each kind of group with its number."""
         kinds = {id(group.unnamed): group.unnamed for group in self._groups}
         found: Counter[GroupFacts] = Counter()
         for kind, count in Counter(id(group.unnamed) for group in self._groups).items():
@@ -233,7 +232,7 @@ def activation_estimate(
 
 @dataclass(frozen=True, kw_only=True)
 class RowFacts:
-    """One row (sequence) of a language model's data, and the memory that it takes in the model."""
+    """One row (sequence) of a language model's data, and its memory in the model."""
 
     hidden: int
     vocabulary: int
@@ -262,8 +261,8 @@ class RowFacts:
 
     @property
     def kept_bytes(self) -> int:
-        """Count the bytes of activations that a block keeps without recompute: as measured, else
-        at most."""
+        """Count the bytes of activations that a block keeps without recompute: measured, or else
+        an upper bound."""
         return self.activation_bytes if self.saved_bytes is None else self.saved_bytes
 
 
@@ -314,7 +313,7 @@ class ModelFacts:
 
     @cached_property
     def trained_bytes(self) -> int:
-        """Count the bytes of all trained weights in their dtypes, with those in no group."""
+        """Count the bytes of all trained weights in their dtypes, also those outside of groups."""
         return sum(group.rounded_bytes for group in self.groups) + self.loose_bytes
 
     @cached_property
@@ -324,7 +323,7 @@ class ModelFacts:
 
     @cached_property
     def dense_bytes(self) -> int:
-        """Return the most that a group's packed weights take while they are unpacked."""
+        """Return the largest size of a group's packed weights once unpacked."""
         return max(group.dense_bytes for group in self.groups)
 
     @cached_property
@@ -338,8 +337,8 @@ class ModelFacts:
         return len(self.blocks)
 
     def by_tier(self, count: int, first: DeviceFirst) -> Mapping[str, Groups]:
-        """Return the groups of each tier where `count` groups live on the device; `parted` says
-        which, and the answer is kept."""
+        """Return the groups of each tier where `count` groups live on the device, as `parted`
+        chooses them. The answer is cached."""
         found = self._by_tier.get((count, first))
         if found is None:
             device, host = parted(self.groups, count, first)
@@ -364,7 +363,8 @@ class ModelFacts:
 
     @cached_property
     def scales_its_loss(self) -> bool:
-        """Return whether gradients are fp16: a step may then overflow, which only its end tells."""
+        """Return whether gradients are fp16: a step may then overflow, and only its end
+        shows it."""
         return any(group.trained_fp16 for group in self.groups)
 
     def with_states(self, states: StateFormat) -> ModelFacts:
@@ -385,12 +385,12 @@ class ModelFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """What the machine has now."""
+    """The machine's memory now."""
 
     device_free_bytes: int | None  # None: no GPU, the device is a buffer in host memory
     host_available_bytes: int | None  # None: unknown, taken as enough
 
     @property
     def has_gpu(self) -> bool:
-        """Whether the device has memory of its own."""
+        """Return whether the device has memory of its own."""
         return self.device_free_bytes is not None

@@ -95,7 +95,7 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """Predicted memory peaks in bytes; that of the device is split by purpose."""
+    """Predicted memory peaks in bytes; the device's is split by purpose."""
 
     weights_bytes: int
     gradients_bytes: int
@@ -119,8 +119,9 @@ class Footprint:
         )
 
     def shown_device_bytes(self, *, has_gpu: bool) -> int:
-        """As it is told and compared with what is measured: without a GPU the workspace and kept
-        activations are in the heap of the process, so the device's buffers are all the rest."""
+        """Return the device's peak as users see it and as it is measured. Without a GPU the
+        workspace and kept activations are in the heap of the process, so only the device's buffers
+        count."""
         in_the_heap = 0 if has_gpu else self.workspace_bytes + self.kept_bytes
         return self.device_bytes - in_the_heap
 
@@ -251,19 +252,20 @@ def rows_of_table(facts: ModelFacts, layout: Layout, on_host: Groups) -> TableRo
 
 
 def embedding_copied(facts: ModelFacts, layout: Layout) -> Embedding:
-    """Return what of the embedding is copied to the device; "whole" if it lives there."""
+    """Return how the embedding is copied to the device; "whole" if it lives on the device."""
     by_rows = rows_of_table(facts, layout, by_tier(facts, layout)["host"])
     return "whole" if by_rows is None else "rows"
 
 
 def chunked_head(facts: ModelFacts, layout: Layout, on_host: Groups) -> HeadChunks | None:
-    """Return what the head takes where it is uploaded in vocabulary chunks."""
+    """Return the memory and time of a head that is uploaded in vocabulary chunks; None for any
+    other."""
     by_rows = rows_of_table(facts, layout, on_host) is not None
     return head_chunks(facts, layout.head, on_host, by_rows=by_rows)
 
 
 def head_copied(facts: ModelFacts, layout: Layout) -> Head:
-    """Return how the head is copied to the device; "whole" if it lives there."""
+    """Return how the head is copied to the device; "whole" if it lives on the device."""
     return (
         "whole" if chunked_head(facts, layout, by_tier(facts, layout)["host"]) is None else "chunks"
     )
@@ -281,9 +283,12 @@ def _scratch(facts: ModelFacts, by_rows: TableRows | None, chunked: HeadChunks |
 def _summed_edges(
     facts: ModelFacts, by_rows: TableRows | None, chunked: HeadChunks | None
 ) -> list[GroupFacts]:
-    """Edges whose gradients need a sum of their own. Beside rows the head's does not: the loss
-    makes it, and the buffer that a whole embedding would leave behind is not there. Nor does one in
-    vocabulary chunks, whose sum is that of one of them."""
+    """Return the edges whose gradients need a sum of their own.
+
+    With an embedding copied by rows, the head needs none: the loss makes its sum, and no whole
+    embedding leaves a buffer behind. Nor does a head in vocabulary chunks, which has one chunk's
+    sum.
+    """
     edges = [g for g in facts.edges if chunked is None or g is not chunked.group]
     if by_rows is None or by_rows.tied:
         return edges
@@ -318,9 +323,11 @@ def _staging(
     by_rows: TableRows | None,
     chunked: HeadChunks | None,
 ) -> int:
-    """Rounded gradients on their way to the host: a ring for each size that there is. Sums of
-    several passes are uploaded and downloaded through the same, those of a head in vocabulary
-    chunks through one of fp32."""
+    """Count the bytes of rounded gradients on their way to the host: one ring for each size.
+
+    Sums of several passes are uploaded and downloaded through the same ring; those of a head in
+    vocabulary chunks through one of fp32.
+    """
     apart = [] if by_rows is None or by_rows.tied else [by_rows.table.unnamed]
     apart += [] if chunked is None else [chunked.group.unnamed]
     dense = [g for g, count in on_host.alike if count > apart.count(g)]
@@ -356,8 +363,8 @@ def block_inputs_on_host_bytes(facts: ModelFacts, layout: Layout) -> int:
 
 
 def offloading_blocks(facts: ModelFacts, layout: Layout) -> int:
-    """Count the blocks whose inputs wait on the host: not the blocks without recompute, which keep
-    their inputs too, nor the last ones, whose inputs stay on the device."""
+    """Count the blocks whose inputs wait on the host. Blocks without recompute keep their inputs
+    on the device, and so do the last blocks."""
     if not layout.offloads_activations:
         return 0
     return max(0, facts.layers - kept_count(facts, layout) - layout.activations_on_device)
@@ -372,18 +379,20 @@ def _workspace(
     *,
     has_gpu: bool,
 ) -> int:
-    """The most that one phase of a step needs for itself.
+    """Return the largest workspace of any phase of a step.
 
-    loss: the head's fp32 weight gradient, a chunk of logits, without a GPU one chunk's product in
-    the weights' dtype; sums of shared groups do not exist yet. After the loss: that gradient is
-    handed over, and what stands between head and blocks is computed again, the whole batch at once;
-    a head in vocabulary chunks has logits of one chunk at a time, and the hidden states' gradient
-    in fp32; a block is recomputed, then its gradients in the weights' dtypes are all there at
-    once, and beside the gradient that arrives those of the chunks before; last come the
-    embedding's.
+    Loss: the head's fp32 weight gradient and a chunk of logits; without a GPU also one chunk's
+    product in the weights' dtype. Sums of shared groups do not exist yet.
 
-    Without a GPU the heap keeps some of what one phase freed, in ranges that the next one's tensors
-    do not fit into. An evaluation is one more phase there: its logits come between two steps.
+    After the loss: that gradient is handed over, and the modules between head and blocks are
+    computed again for the whole batch. A head in vocabulary chunks has logits of one chunk at a
+    time and the hidden states' gradient in fp32.
+
+    Blocks: one is recomputed; then all of its gradients exist at once in the weights' dtypes,
+    besides the arriving gradient and those of earlier chunks. The embedding's come last.
+
+    Without a GPU the heap keeps some freed memory in ranges that the next phase's tensors do not
+    fit into. An evaluation is one more phase: its logits come between two steps.
     """
     head_sum = FP32_BYTES * facts.head_parameters if chunked is None else 0
     product = facts.head_dtype_bytes * facts.head_parameters
@@ -417,8 +426,8 @@ def _workspace(
 
 
 def _hidden_tensors(layout: Layout, block_input: int, *, has_gpu: bool) -> tuple[int, int, int]:
-    """Bytes of tensors as large as a block's input (`block_input`) at the loss, behind the blocks,
-    and in a block, there with the gradients of its input that earlier chunks gave."""
+    """Return the bytes of tensors as large as a block's input (`block_input`): at the loss, behind
+    the blocks, and in a block, with its input's gradients from earlier chunks."""
     if not has_gpu:
         return HEAP_HIDDEN * block_input, 0, HEAP_HIDDEN * block_input
     chunks = -(-layout.batch_rows // max(1, layout.chunk_rows))
@@ -441,8 +450,8 @@ def left_on_device(
     most: int | None = None,
     has_gpu: bool = True,
 ) -> Layout:
-    """`layout` with the inputs of as many last blocks on the device, `most` at most, as it holds
-    within `limit_bytes` of it; what stands behind the blocks leaves its input there too then."""
+    """Return `layout` with the inputs of as many last blocks on the device, `most` at most, as fit
+    within `limit_bytes`. The modules behind the blocks then leave their input on the device too."""
     none = replace(layout, activations_on_device=0)
     waiting = offloading_blocks(facts, none)
     most = waiting if most is None else min(most, waiting)

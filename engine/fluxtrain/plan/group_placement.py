@@ -110,8 +110,8 @@ def _transfers(facts: ModelFacts, layout: Layout, group: GroupFacts) -> tuple[Tr
 def _with_activations(
     rows: Sequence[GroupPlacement], layout: Layout, kept: int
 ) -> tuple[GroupPlacement, ...]:
-    """The first `kept` blocks whose weights stay on the device keep their activations. Of the
-    other inputs those of the last `activations_on_device` blocks, and of what follows them, stay on
+    """Let the first `kept` blocks with weights on the device keep their activations. Of the other
+    inputs, those of the last `activations_on_device` blocks and of the modules behind them stay on
     the device where the others wait on the host."""
     blocks = [at for at, row in enumerate(rows) if row.kind == "block"]
     keeping = [at for at in blocks if rows[at].resident or rows[at].is_on("device")][:kept]
@@ -133,7 +133,7 @@ def _with_activations(
 
 
 def check_groups(rows: Sequence[GroupPlacement], groups: Sequence[Named]) -> None:
-    """Raise BadInput where the table's rows are not those of the model's groups, in their order."""
+    """Raise BadInput where the table's rows do not match the model's groups in order."""
     planned, there = [row.name for row in rows], [group.name for group in groups]
     if planned == there:
         return
@@ -179,7 +179,7 @@ def _refuse_unknown(row: GroupPlacement) -> None:
 
 
 def alike(rows: Sequence[GroupPlacement]) -> tuple[PlacedAlike, ...]:
-    """Tell the table compactly: equal rows together, in the order of their first groups."""
+    """Describe the table compactly: equal rows together, in the order of their first groups."""
     found: dict[GroupPlacement, list[int]] = {}
     for at, row in enumerate(rows):
         found.setdefault(replace(row, name="", kind="block"), []).append(at)
@@ -200,7 +200,7 @@ def alike(rows: Sequence[GroupPlacement]) -> tuple[PlacedAlike, ...]:
 
 
 def _numbers(ascending: Iterable[int]) -> str:
-    """0, 2, 3, 4 as 0,2-4."""
+    """Write 0, 2, 3, 4 as "0,2-4"."""
     spans: list[list[int]] = []
     for number in ascending:
         if spans and spans[-1][-1] == number - 1:

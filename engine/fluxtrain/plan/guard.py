@@ -30,7 +30,7 @@ EVERY_CHECKPOINT = 1 << 30  # a run that writes as many as it wants
 
 @dataclass(frozen=True, kw_only=True)
 class DiskNeed:
-    """What a run writes; at its fullest the kept checkpoints are there and one is being written."""
+    """The files of a run at their peak: all kept checkpoints, and one being written."""
 
     checkpoint_bytes: int
     kept: int
@@ -66,7 +66,7 @@ UNKNOWN_DISK = DiskCapacity(path="", free_bytes=None)
 
 @dataclass(frozen=True, kw_only=True)
 class HostNeed:
-    """Host memory that the system cannot have back, in the two fullest phases of a run."""
+    """Host memory that the system cannot reclaim, in the two largest phases of a run."""
 
     lasting_bytes: int  # arenas and block inputs
     loading_bytes: int = 0  # copies of weights before they are on the host
@@ -75,17 +75,17 @@ class HostNeed:
 
     @property
     def total_bytes(self) -> int:
-        """Return the bytes of the fuller phase."""
+        """Return the bytes of the larger phase."""
         return max(self.loading_bytes, self.lasting_bytes + self.saving_bytes)
 
 
 def loading_bytes(
     facts: ModelFacts, layout: Layout, *, copied_bytes: int, sources_bytes: int = 0
 ) -> int:
-    """Count the host memory that loading takes until all weights lie in their arenas.
+    """Count the host memory that loading takes until all weights are in their arenas.
 
-    `copied_bytes`: weights that are copies and no pages of files, made of `sources_bytes`; arenas
-    for the others come later. One group's weights are there twice while they move to its arena.
+    `copied_bytes`: weights that are copies instead of pages of files, made from `sources_bytes`;
+    arenas for the others come later. One group's weights exist twice while they move to its arena.
     """
     if not copied_bytes:
         return 0  # arenas alone, which are counted with what trains
@@ -116,7 +116,7 @@ def parameters_of(facts: ModelFacts) -> int:
 
 
 def refuse_disk(need: DiskNeed, room: DiskCapacity) -> None:
-    """Raise `DoesNotFit` when the run's files do not fit, with what would."""
+    """Raise `DoesNotFit` when the run's files do not fit, with settings that would."""
     if room.free_bytes is None:
         return
     may_take = room.free_bytes + room.held_bytes
@@ -137,7 +137,8 @@ def refuse_disk(need: DiskNeed, room: DiskCapacity) -> None:
 def refuse_host(
     need: HostNeed, available_bytes: int | None, disk: DiskNeed, room: DiskCapacity
 ) -> None:
-    """Raise `DoesNotFit` when host memory cannot hold the run; files on a RAM disk are in it."""
+    """Raise `DoesNotFit` when host memory cannot hold the run, with its files where they are on a
+    RAM disk."""
     if available_bytes is None:
         return
     files = max(0, disk.total_bytes - room.held_bytes) if room.in_memory else 0

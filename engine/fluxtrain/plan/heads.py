@@ -78,22 +78,22 @@ class HeadChunks:
 
     @property
     def copied_bytes(self) -> int:
-        """Count the bytes uploaded for one batch: in both passes, without chunks that are still
-        there."""
+        """Count the bytes uploaded for one batch in both passes, without chunks that are still on
+        the device."""
         return 2 * self.head.vocabulary * self.head.row_bytes - self.on_device_bytes
 
     @property
     def compute_share(self) -> float:
-        """How many times the operations of a whole head: logits twice beside two gradients, or one
-        where the weight is frozen."""
+        """Return how many times the operations of a whole head this takes: logits twice, plus two
+        gradients, or one where the weight is frozen."""
         return 4 / 3 if self.head.trained else 3 / 2
 
 
 def head_chunks(
     facts: ModelFacts, chosen: Head, on_host: Groups, *, by_rows: bool
 ) -> HeadChunks | None:
-    """What the head takes where it is on the host and is uploaded in vocabulary chunks; a tied
-    one is where the embedding is looked up by rows."""
+    """Return the memory and time of a head on the host that is uploaded in vocabulary chunks; None
+    for any other. A tied head is uploaded so where the embedding is looked up by rows."""
     head = facts.head
     if chosen != "chunks" or head is None or not comes_apart(facts) or (head.tied and not by_rows):
         return None
@@ -111,7 +111,7 @@ def heads_for(facts: ModelFacts, request: RunRequest) -> tuple[Head, ...]:
 
 
 def comes_apart(facts: ModelFacts) -> bool:
-    """Return whether there is a head that can be uploaded in vocabulary chunks."""
+    """Return whether the model has a head that can be uploaded in vocabulary chunks."""
     head, table = facts.head, facts.table
     if head is None or not head.tied:
         return head is not None
@@ -121,7 +121,7 @@ def comes_apart(facts: ModelFacts) -> bool:
 def reason(
     facts: ModelFacts, request: RunRequest, chosen: Head, *, on_host: bool, by_rows: bool
 ) -> str:
-    """Say with numbers why the head is copied so if no times are known."""
+    """Explain with numbers how the head is copied, where no times are known."""
     head = facts.head
     if head is None:
         return "no head is known whose vocabulary comes in chunks"
@@ -151,7 +151,7 @@ def _sizes(head: HeadFacts, chosen: Head) -> str:
 
 
 def token_chunks(row: RowFacts, batch_rows: int) -> int:
-    """Return in how many chunks of tokens a GPU computes the loss of a whole head."""
+    """Return the number of chunks of tokens in which a GPU computes the loss of a whole head."""
     tokens = batch_rows * row.sequence_length
     return -(-tokens // max(1, FUSED_LOGITS_BYTES // max(1, row.vocabulary * row.dtype_bytes)))
 
@@ -159,9 +159,9 @@ def token_chunks(row: RowFacts, batch_rows: int) -> int:
 def logits_bytes(
     row: RowFacts, batch_rows: int, vocabulary: int, product_bytes: int, *, has_gpu: bool
 ) -> int:
-    """What a chunk of tokens (at least one) takes for the loss over so much vocabulary: with a GPU
-    its logits, else those twice in fp32, or once and a half beside the product that becomes the
-    weight's gradient."""
+    """Return the bytes of the loss of one chunk of tokens (at least one) over part of the
+    vocabulary: with a GPU its logits; else twice these in fp32, or one and a half times these and
+    the product that becomes the weight's gradient."""
     token = vocabulary * (row.dtype_bytes if has_gpu else FP32_BYTES)
     limit = FUSED_LOGITS_BYTES if has_gpu else LOGITS_CHUNK_BYTES
     logits = max(token, min(limit, batch_rows * row.sequence_length * token))

@@ -37,7 +37,7 @@ BF16_CAPABILITY = (8, 0)
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedMachine:
-    """The facts of another machine that a plan needs."""
+    """The facts that a plan needs about another machine."""
 
     line: str  # for people
     capacity: Capacity
@@ -84,8 +84,8 @@ def read_machine_file(path: Path) -> PlannedMachine:
 
 
 def _in_torch_order(gpus: list[Any], told: Any) -> list[Any]:
-    """Return the cards as torch counts them, which a probe of several tells beside the driver's
-    list, with what it says of each."""
+    """Return the cards in torch's order, which a probe of several cards lists besides the
+    driver's, merged with its facts about each."""
     if not isinstance(told, list) or not told:
         return gpus
     by_index = {gpu.get("index"): gpu for gpu in gpus if isinstance(gpu, dict)}
@@ -94,7 +94,7 @@ def _in_torch_order(gpus: list[Any], told: Any) -> list[Any]:
 
 
 def _cards(gpus: list[Any], path: Path) -> tuple[CardCapacity, ...]:
-    """Return every card; one without bf16 beside a first one that has it cannot be used."""
+    """Return every card. One without bf16 cannot be used if the first card has it."""
     found: list[CardCapacity] = []
     for index, gpu in enumerate(gpus):
         free = _bytes(gpu, ("memory_free_bytes", "memory_total_bytes"), path)
@@ -122,7 +122,7 @@ def _part(found: Any, name: str, path: Path) -> Mapping[str, Any]:
 
 
 def _disk(part: Any, path: Path) -> DiskCapacity:
-    """Return the machine's disk, as far as the file tells."""
+    """Return the machine's disk, as far as the file describes it."""
     free = part.get("free_bytes") if isinstance(part, dict) else None
     if free is None:
         return UNKNOWN_DISK
@@ -151,7 +151,7 @@ def _capability(told: Any, path: Path) -> tuple[int, int]:
 
 
 def _bytes(part: Any, names: tuple[str, ...], path: Path) -> int:
-    """Return the bytes of the first of `names` that is there."""
+    """Return the bytes of the first of `names` that the file has."""
     known = part if isinstance(part, dict) else {}
     name = next((name for name in names if known.get(name) is not None), None)
     if name is None:

@@ -26,7 +26,7 @@ ACTIVATION_BYTES = 1 << 30  # for a chunk, where there is no budget
 
 @dataclass(frozen=True, kw_only=True)
 class CardPlacement:
-    """What one of the cards is predicted to take."""
+    """Predicted use of one of the cards."""
 
     index: int | None = None  # torch's number; None: the current one. Rows have places
     name: str = ""
@@ -42,7 +42,7 @@ class CardPlacement:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where the bytes of a model go, what that is predicted to take, and why."""
+    """Where the bytes of a model go, the predicted memory and time, and the reasons."""
 
     groups: tuple[GroupPlacement, ...]  # the table: a row a group, in forward order
     layout: Layout  # the same in the planner's counts, of all cards together
@@ -58,53 +58,56 @@ class Placement:
 
     @property
     def budget_bytes(self) -> int | None:
-        """Device memory that may be used, of all cards together; None: no budget is known."""
+        """Return the device memory that may be used, of all cards together; None: no budget is
+        known."""
         known = [card.budget_bytes for card in self.cards if card.budget_bytes is not None]
         return sum(known) if len(known) == len(self.cards) else None
 
     @property
     def step_s(self) -> float | None:
-        """Predicted seconds of a step."""
+        """Return the predicted seconds of a step."""
         return None if self.time is None else self.time.step_s
 
     @property
     def several_cards(self) -> bool:
-        """Whether the blocks are on more than one card."""
+        """Return whether the blocks are on more than one card."""
         return len(self.cards) > 1
 
     @property
     def offload(self) -> Offload:
-        """The strategy in one word."""
+        """Return the strategy in one word."""
         return self.layout.offload
 
     @property
     def slots(self) -> int:
-        """Device slots that the streamed blocks of a card share, of the card with the most."""
+        """Return the number of device slots that a card's streamed blocks share, of the card with
+        the most."""
         return max(card.slots for card in self.cards)
 
     @property
     def batch_rows(self) -> int:
-        """Rows of a backward pass; 0: not known."""
+        """Return the rows of a backward pass; 0: not known."""
         return self.layout.batch_rows
 
     @property
     def chunk_rows(self) -> int | None:
-        """Rows computed at once in a block; None: chosen by `chunk_for` when a row is measured."""
+        """Return the rows computed at once in a block; None: `chunk_for` chooses once a row is
+        measured."""
         return self.layout.chunk_rows or None
 
     @property
     def deferred_moments(self) -> bool:
-        """Whether AdamW's moments of groups on the host are updated after all weights."""
+        """Return whether AdamW's moments of groups on the host are updated after all weights."""
         return self.layout.deferred_moments
 
     @property
     def optimizer_in_backward(self) -> bool:
-        """Whether each group is updated as soon as its gradients are there."""
+        """Return whether each group is updated as soon as its gradients are ready."""
         return self.layout.optimizer_in_backward
 
     @property
     def totals(self) -> PlacementTotals:
-        """The table in numbers."""
+        """Count the rows of the table by setting."""
         return PlacementTotals(
             device_groups=sum(row.state == "device" for row in self.groups),
             device_first=self.layout.device_first,
@@ -114,18 +117,19 @@ class Placement:
 
     @property
     def device_bytes(self) -> int:
-        """Predicted peak; activations are not in it where the rows are not known."""
+        """Return the predicted peak, without activations where the rows are not known."""
         return self.need.device_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Predicted peak of the whole process, as far as the program itself was measured."""
+        """Return the predicted peak of the whole process, as far as the program itself was
+        measured."""
         coming = self.need.host_bytes + self.process_bytes + self.saving_bytes
         return max(coming, self.reached_bytes)
 
     def chunk_for(self, row_bytes: int, rows: int) -> int:
-        """Return the rows of a chunk whose saved activations (`row_bytes` each) take half of what
-        is left."""
+        """Return the rows of a chunk whose saved activations (`row_bytes` each) take half of the
+        free memory."""
         left = ACTIVATION_BYTES
         if self.budget_bytes is not None:
             left = int(self.budget_bytes * AUTO_SHARE - self.device_bytes) // 2
@@ -146,7 +150,8 @@ class Placement:
 
     @property
     def told_cards(self) -> tuple[CardPlan, ...]:
-        """What each of several cards does, as events and answers tell it; nothing of one."""
+        """Return what each of several cards does, for events and answers; nothing for a single
+        card."""
         if not self.several_cards:
             return ()
         return tuple(
@@ -166,7 +171,7 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementTotals:
-    """How many rows of a table say what."""
+    """Counts of the rows of a placement table, by setting."""
 
     device_groups: int  # groups with weights, states and gradients on the device
     device_first: DeviceFirst  # which groups those are
@@ -175,7 +180,7 @@ class PlacementTotals:
 
 
 def exact_layout(facts: ModelFacts, layout: Layout) -> Layout:
-    """Return the layout in the numbers that hold for this model."""
+    """Return the layout with counts limited to those that this model has."""
     return replace(
         layout,
         activations="host" if layout.offloads_activations else "device",
@@ -201,25 +206,25 @@ class CardLayout:
 
     @property
     def facts(self) -> ModelFacts:
-        """The share as a model by itself."""
+        """Return the share as a model."""
         return self.search.facts
 
     @property
     def device_bytes(self) -> int:
-        """Predicted peak."""
+        """Return the predicted peak."""
         return self.need.device_bytes + self.beside_bytes
 
     @property
     def shown_bytes(self) -> int:
-        """The peak as it is told and measured: without a GPU the workspace, and with it what is
-        beside the layout, is in the heap of the process."""
+        """Return the peak as users see it and as it is measured: without a GPU the workspace, and
+        all bytes outside the layout, are in the heap of the process."""
         if self.card.free_bytes is not None:
             return self.device_bytes
         return self.need.shown_device_bytes(has_gpu=False)
 
     @property
     def slots(self) -> int:
-        """Slots that the card's streamed blocks share."""
+        """Return the number of slots that the card's streamed blocks share."""
         return slot_count(self.facts, self.layout)
 
 
@@ -236,17 +241,17 @@ class Option:
 
     @property
     def step_s(self) -> float:
-        """Predicted seconds; endless where no rates are known."""
+        """Return the predicted seconds; infinite where no rates are known."""
         return float("inf") if self.time is None else self.time.step_s
 
     @property
     def tokens_per_s(self) -> float:
-        """Predicted throughput; 0 where no rates are known."""
+        """Return the predicted throughput; 0 where no rates are known."""
         return 0.0 if self.time is None else self.time.tokens_per_s
 
     @property
     def times_the_copies(self) -> float:
-        """How many times as long as its uploads the computation takes; infinite without any."""
+        """Return the ratio of computation to uploads in seconds; infinite without uploads."""
         parts_s = {} if self.time is None else self.time.parts_s
         copies_s = sum(parts_s.get(name, 0.0) for name in ("upload_forward", "upload_backward"))
         computing_s = sum(parts_s.get(name, 0.0) for name in ("forward", "head", "backward"))

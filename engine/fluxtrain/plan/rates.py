@@ -21,7 +21,7 @@ NOTHING = Line(base=0.0, slope=0.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """Constants of a class of machines, for what is not measured on each machine."""
+    """Constants of a class of machines, for quantities that are not measured on each machine."""
 
     matmul_fraction: float  # of the measured matmul rate, within a block
     block_chunk_s: float  # beside the products, for each block and chunk: launches, norms
@@ -76,8 +76,8 @@ class Rates:
         return self.d2h_both_bytes_per_s or self.down
 
     def beside_backward(self) -> Rates:
-        """Return the rates with updates as fast as they are during a backward pass, which leaves
-        them fewer threads and less of the host's memory bandwidth."""
+        """Return the rates with the speed of updates during a backward pass, which leaves them
+        fewer threads and less of the host's memory bandwidth."""
         return replace(
             self,
             adamw_per_s=self.adamw_beside_per_s or self.adamw_per_s,
@@ -85,7 +85,7 @@ class Rates:
         )
 
     def slower(self, factor: float) -> Rates:
-        """Return the rates of a card that computes `factor` times as long."""
+        """Return the rates of a card that needs `factor` times as long to compute."""
         timed = self.calibration
         return replace(
             self,
@@ -137,10 +137,11 @@ def rates_from(
 
 
 def host_update(group: GroupFacts, rates: Rates, *, deferred: bool = False) -> tuple[float, float]:
-    """Return the seconds of AdamW on the host for one group, and of moments that come later.
+    """Return the seconds of AdamW on the host for one group, and of its moments if these come
+    later.
 
-    By the bytes that it moves (26 a parameter, 18 in one of two passes), but no faster than 8-bit
-    states were measured, whose codes cost arithmetic.
+    Computed from the bytes that it moves (26 a parameter, 18 in one of two passes), but never
+    faster than measured for 8-bit states, whose codes cost arithmetic.
     """
     bytes_per_s = BF16_UPDATE_BYTES * rates.adamw_per_s
     if deferred and group.pass_bytes:
@@ -154,8 +155,8 @@ def host_update(group: GroupFacts, rates: Rates, *, deferred: bool = False) -> t
 
 
 def rate_of_update(group: GroupFacts, seconds: float, *, one_pass: bool = False) -> float:
-    """Return the rate with which `host_update` gives `seconds` for this group: of AdamW with 8-bit
-    states where it has those, or of `one_pass` of two."""
+    """Return the rate for which `host_update` gives `seconds` for this group: the rate of 8-bit
+    states where it has them, or of one of two passes (`one_pass`)."""
     if one_pass:
         return group.pass_bytes / BF16_PASS_BYTES / seconds
     if group.states == "8bit" and group.narrow:
@@ -206,14 +207,14 @@ class CardsRates:
         return self.peers.get((source, target))
 
     def is_own_link(self, source: int, target: int) -> bool:
-        """Return whether copies between two cards leave the bus to the host alone."""
+        """Return whether copies between two cards do not use their bus to the host."""
         rate = self.peers.get((source, target), 0.0)
         return rate > BESIDE_THE_BUS * max(self.cards[source].down, self.cards[target].up)
 
     def for_share(self, card: int) -> Rates:
-        """Return the rates by which a card does its share as if it were alone: the host serves all
-        cards, so each gets its part of AdamW and of the thread that queues, and the first card has
-        what stands outside the blocks."""
+        """Return the rates by which a card computes its share as if it were alone. The host serves
+        all cards, so each gets a part of AdamW and of the thread that queues; the first card also
+        computes the modules outside the blocks."""
         rates, number = self.cards[card], len(self.cards)
         if number == 1:
             return rates
@@ -272,11 +273,11 @@ def cards_rates_from(
     *,
     timed_on: int = 0,
 ) -> CardsRates:
-    """Return the rates of the cards with these of torch's numbers, from those of a probe by name.
+    """Return the rates of the cards with these torch numbers, from the rates of a probe by name.
 
     `first` are the rates of card 0, with the times of one block on card `timed_on` where it was
     timed. `timed` are the times of a block on other cards; a missing one is scaled from `timed_on`
-    by the rates of arithmetic. What was not measured of a card counts as card 0's.
+    by the rates of arithmetic. Rates that were not measured on a card are those of card 0.
     """
     known = {name: float(rate) for name, rate in per_s.items() if rate}
     adamw, copies = BF16_UPDATE_BYTES * first.adamw_per_s, known.get("host_copy", 0.0)
@@ -334,8 +335,8 @@ def _times_as_long_as(one: int, card: int, known: Mapping[str, float]) -> float:
 
 
 def times_as_long(calibration: Calibration, factor: float) -> Calibration:
-    """Return what blocks take on a card that needs `factor` times as long as the one where they
-    were timed; the host stays as fast as it is."""
+    """Return the times of blocks on a card that needs `factor` times as long as the card where
+    they were timed; the host's stay."""
     kept = calibration.kept_backward
     return replace(
         calibration,

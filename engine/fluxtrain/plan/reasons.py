@@ -130,7 +130,7 @@ def _ruled_choices(search: Search, layout: Layout) -> Reasons:
 
 
 def _timed_choices(one: CardLayout, timed: TimedSearch) -> Reasons:
-    """Return every choice of one card with what the best layout without it would take."""
+    """Return every choice of one card, with the seconds of the best layout without it."""
     layout, facts = one.layout, one.facts
     kept = kept_count(facts, layout)
     found: Reasons = {
@@ -166,7 +166,7 @@ def _timed_choices(one: CardLayout, timed: TimedSearch) -> Reasons:
 
 
 def _faster_than(one: CardLayout, timed: TimedSearch, name: str) -> str:
-    """Say what the fastest layout that was timed with another value of a setting would take."""
+    """Compare with the fastest timed layout that has another value of a setting."""
     asked, layout = getattr(one.search.request, name), one.layout
     if asked is not None and asked != "auto":
         return "as set"
@@ -216,8 +216,8 @@ def trains_adapters(facts: ModelFacts) -> bool:
 
 
 def staying_words(facts: ModelFacts, layout: Layout) -> str:
-    """Say which block inputs stay on the device where the others wait on the host; "" where all
-    wait there."""
+    """Name the block inputs that stay on the device where the others wait on the host; "" where
+    all wait."""
     row, offloaded = facts.row, offloading_blocks(facts, layout)
     stay = facts.layers - kept_count(facts, layout) - offloaded
     if row is None or not (layout.offloads_activations and layout.activations_on_device and stay):
@@ -278,7 +278,7 @@ def _moments_because(best: Option) -> str:
 
 
 def _no_moments_wait(best: Option) -> str:
-    """Say why no moments can come later; "" where some can."""
+    """Explain why no moments can be updated later; "" where some can."""
     on_host = [g for one in best.cards for g in by_tier(one.facts, one.layout)["host"] if g.trained]
     if not on_host:
         return "no trained weights are on the host"
@@ -366,7 +366,7 @@ def _disk_choice(best: Option) -> tuple[ChoiceMade, ...]:
 
 
 def _cards(parallel: ParallelRequest, options: Sequence[Option], best: Option) -> str:
-    """Say why so many cards compute."""
+    """Explain the number of cards that compute."""
     if parallel.cards == "auto":
         number = len(best.cards)
         others = [
@@ -411,7 +411,7 @@ def cards_left_out(
 def _not_worth(
     parallel: ParallelRequest, options: Sequence[Option], chosen: Option, at: int
 ) -> str:
-    """Say why a card that can be used does not compute."""
+    """Explain why a usable card does not compute."""
     layers = chosen.dealt.facts.layers
     few = layers <= len(chosen.positions)
     if parallel.cards != "auto" or isinstance(parallel.dealing, tuple):
@@ -448,7 +448,7 @@ def _predicted(option: Option) -> str:
 
 
 def _what_would_help(best: Option) -> str:
-    """Say what would make a step shorter that more cards do not."""
+    """Name changes that would shorten a step where more cards do not."""
     if best.time is None or best.time.busiest not in _HOST_BOUND:
         return ""
     eight = all(g.states == "8bit" for g in best.dealt.facts.groups if g.trained)
@@ -509,7 +509,7 @@ def _with_same_batch(options: Iterable[Option], best: Option) -> list[Option]:
 
 
 def _kept_on_card(one: CardLayout) -> str:
-    """Say what a card keeps in its memory."""
+    """Describe what a card keeps in its memory."""
     layout, facts = one.layout, one.facts
     here = len(facts.groups) if layout.offload == "none" else layout.device_groups
     limit = one.budget_bytes
@@ -521,7 +521,7 @@ def _kept_on_card(one: CardLayout) -> str:
 
 
 def _chunks_of_cards(request: RunRequest, options: Sequence[Option], best: Option) -> Reasons:
-    """Say why a batch comes in so many chunks."""
+    """Explain the number of chunks of a batch."""
     if best.dealt.facts.row is None:
         return {}
     layout, number = best.layout, len(best.cards)
@@ -545,7 +545,8 @@ def _chunks_of_cards(request: RunRequest, options: Sequence[Option], best: Optio
 
 
 def embedding_choice(search: Search, layout: Layout) -> tuple[ChoiceMade, ...]:
-    """What of the embedding is copied, where that is a question."""
+    """Return how the embedding is copied; nothing where the model has no table and the user chose
+    no way."""
     facts, request = search.facts, search.request
     if facts.table is None and request.embedding == "auto":
         return ()
@@ -556,7 +557,7 @@ def embedding_choice(search: Search, layout: Layout) -> tuple[ChoiceMade, ...]:
 
 
 def head_choice(search: Search, layout: Layout) -> tuple[ChoiceMade, ...]:
-    """How the head is copied, where that is a question."""
+    """Return how the head is copied; nothing where it cannot be cut and the user chose no way."""
     facts, request = search.facts, search.request
     if request.head == "auto" and not comes_apart(facts):
         return ()
@@ -568,7 +569,7 @@ def head_choice(search: Search, layout: Layout) -> tuple[ChoiceMade, ...]:
 
 
 def without_effect(request: RunRequest, choices: Iterable[ChoiceMade]) -> list[str]:
-    """Say which ways of copying were asked for and are not taken, and why."""
+    """Name the requested ways of copying that are not used, and the reason."""
     parts = {"placement.embedding": request.embedding, "placement.head": request.head}
     return [
         f"{choice.name.removeprefix('placement.')}={parts[choice.name]!r} has no effect: "
@@ -579,7 +580,8 @@ def without_effect(request: RunRequest, choices: Iterable[ChoiceMade]) -> list[s
 
 
 def refusal(search: Search) -> str:
-    """What is needed, what there is, and the first setting that would help."""
+    """Return the error with the memory needed, the memory available, and the first setting that
+    would help."""
     layout = search.nearest()
     need, limits = search.need(layout), search.limits
     parts = [
@@ -659,8 +661,8 @@ def _in_run(name: str) -> str:
 
 
 def _named(search: Search, names: tuple[str, ...], easier: RunRequest, layout: Layout) -> Any:
-    """Return the setting's value in `layout` if asking for just that fits too; None where it does
-    not, or there is none to tell."""
+    """Return the setting's value in `layout` if changing only this setting fits too; None where it
+    does not, or where it has no value."""
     if names not in {("chunk_rows",), ("offload",), ("batch_rows",), ("passes",)}:
         return None
     value = getattr(layout, names[0])
@@ -732,7 +734,7 @@ def _as_set(asked: int, taken: int) -> str:
 
 
 def asked_to_keep(search: Search, layout: Layout) -> str:
-    """The reason for `kept_count` where a count was asked for."""
+    """Return the reason for `kept_count` where a count was requested."""
     asked, keepable = search.request.blocks_without_recompute, keepable_count(search.facts, layout)
     if asked == "auto" or asked <= keepable:
         return "as set"
@@ -764,7 +766,7 @@ def _chunk(search: Search, layout: Layout, tokens: int) -> str:
 
 
 def _room(search: Search, layout: Layout, *, spare: bool = False) -> str:
-    """What `layout` takes of the resource that it presses harder, beside what there is of it."""
+    """Say how much `layout` takes of the scarcer resource, and how much is available."""
     need, limits = search.need(layout), search.limits
     device_limit = limits.spare_bytes if spare else limits.device_bytes
     device = need.device_bytes / device_limit if device_limit else 0.0
@@ -776,8 +778,8 @@ def _room(search: Search, layout: Layout, *, spare: bool = False) -> str:
 
 
 def host_refusal(cards: int, needed: int, limit: int, narrow: int | None) -> str:
-    """Say what the host lacks for all cards together, and what would help; `narrow`: what is needed
-    with optimizer states of 8 bits."""
+    """Return the error of a host too small for all cards together, with settings that would help.
+    `narrow`: bytes needed with 8-bit optimizer states."""
     cure = "close other programs, or take a smaller model or a machine with more memory"
     if narrow is not None and narrow <= limit:
         cure = f"train.states=8bit fits with {bytes_text(narrow)}"

@@ -30,7 +30,7 @@ def refuse_boolean(value: Any) -> Any:
 
 
 def refuse_uncountable(value: Any) -> Any:
-    """Raise ValueError for a number beyond what journals hold."""
+    """Raise ValueError for a number too large for the journal."""
     if isinstance(value, int | float) and value > (limit := _limit_of(value)):
         raise ValueError(f"must be at most {limit:g}")
     return value
@@ -53,7 +53,7 @@ def _knob(description: str, default: Any = "auto") -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementRequest:
-    """Where the bytes live; `auto` leaves it to the planner."""
+    """A user's request for the placement; `auto` leaves a setting to the planner."""
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - read by pydantic, as of its models
 
@@ -117,13 +117,14 @@ class PlacementRequest:
 
     @property
     def slots(self) -> int | None:
-        """Slots that streamed blocks share: one computes, the others are copied ahead."""
+        """Return the number of slots that streamed blocks share: one computes, the others are
+        copied ahead."""
         return None if self.prefetch == "auto" else self.prefetch + 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRequest(PlacementRequest):
-    """The same for a run that steps in a known way; None is left to the planner."""
+    """A placement request with the way a run steps; None is left to the planner."""
 
     batch_rows: int | None = None
     data_rows: int | None = None  # rows of one epoch
@@ -133,7 +134,7 @@ class RunRequest(PlacementRequest):
 
     @staticmethod
     def of(request: PlacementRequest, **stepping: Any) -> RunRequest:
-        """Add how the run steps to what a user asked."""
+        """Add the way a run steps to a user's request."""
         asked = {knob.name: getattr(request, knob.name) for knob in fields(PlacementRequest)}
         return RunRequest(**{**asked, **stepping})
 
@@ -144,7 +145,7 @@ def count_or(value: int | Auto, otherwise: int) -> int:
 
 
 def check(request: PlacementRequest) -> None:
-    """Raise BadInput for a value that its knob does not take, of a request made in Python."""
+    """Raise BadInput for a value that its setting does not allow, in a request made in Python."""
     _check(PlacementRequest, request)
 
 
@@ -165,7 +166,7 @@ def _adapters(kind: type) -> dict[str, TypeAdapter[Any]]:
 
 
 def _way(message: str) -> str:
-    """Return what pydantic says of a wrong value in the words of a cure."""
+    """Word pydantic's message about a wrong value as a cure."""
     for said, word in _WAYS.items():
         message = message.replace(said, word)
     return message
@@ -220,7 +221,7 @@ Numbers = Annotated[tuple[Positive, ...], Field(min_length=1)]
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelRequest:
-    """Which cards compute, and what each of them does; `auto` leaves it to the planner."""
+    """Which cards compute, and the work of each; `auto` leaves it to the planner."""
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - read by pydantic, as of its models
 

@@ -68,7 +68,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Search:
-    """One question to the rule."""
+    """Finds the layout that the rule prefers for a model, a machine and a request."""
 
     facts: ModelFacts
     capacity: Capacity
@@ -77,13 +77,14 @@ class Search:
 
     @cached_property
     def budget_bytes(self) -> int | None:
-        """Of the device: the wish, or what is free if that is less."""
+        """Return the device bytes that may be used: those requested, or those free if fewer."""
         known = (self.request.budget_bytes, self.capacity.device_free_bytes)
         return min((size for size in known if size is not None), default=None)
 
     @cached_property
     def limits(self) -> Limits:
-        """Explicit request may fill the budget, choices leave a reserve."""
+        """Return the limits: an explicit request may fill the budget, automatic choices leave a
+        reserve."""
         request, rows_known = self.request, self.facts.row is not None
         set_rows = request.batch_rows is not None and request.chunk_rows != "auto"
         explicit = request.offload != "auto" and (set_rows or not rows_known)
@@ -128,18 +129,19 @@ class Search:
         return {}
 
     def fits(self, layout: Layout, *, spare: bool = False) -> bool:
-        """Whether both peaks stay within; `spare`: within what optional residents may fill."""
+        """Return whether both peaks stay within the limits; `spare`: within the limit for optional
+        residents."""
         return self.holds(self.need(layout), spare=spare)
 
     def holds(self, need: Footprint, *, spare: bool = False) -> bool:
-        """The same of a layout that needs so much."""
+        """Return whether a predicted need stays within the limits, as `fits` does."""
         limits = self.limits
         device = limits.spare_bytes if spare else limits.device_bytes
         on_device = device is None or need.device_bytes <= device
         return on_device and (limits.host_bytes is None or need.host_bytes <= limits.host_bytes)
 
     def find(self) -> Layout | None:
-        """The preferred layout, or None when nothing fits."""
+        """Return the preferred layout, or None when nothing fits."""
         found = self._found()
         return None if found is None else self.settled(found)
 
@@ -154,12 +156,13 @@ class Search:
 
     @cached_property
     def heads(self) -> tuple[Head, ...]:
-        """How the head may be copied: by choice in chunks only where nothing fits otherwise."""
+        """Return the ways to copy the head: in chunks only by request, or where nothing
+        else fits."""
         return heads_for(self.facts, self.request)
 
     def nearest(self) -> Layout:
-        """Of the layouts with the fewest rows, the one that comes nearest to fitting: among those
-        that the device holds, or else the smallest there, so that the numbers can be acted on."""
+        """Return the layout with the fewest rows that comes nearest to fitting: among those that
+        fit on the device, else the smallest on it, so that the numbers help the user."""
         fewest = list(self.starts(self.heads[-1]))[-1]
         layouts = [
             layout
@@ -174,27 +177,28 @@ class Search:
         return min(held, key=self._pressure)
 
     def fills(self, layout: Layout) -> bool:
-        """May the rule fill the device with residents? An explicit `max` asks for the least of it;
-        without a GPU the device is host memory, and nothing is gained."""
+        """Return whether the rule may fill the device with residents. An explicit `max` asks for
+        the least device memory; without a GPU the device is host memory, and nothing is gained."""
         streams = layout.offload == "weights" or (
             layout.offload == "max" and self.request.offload == "auto"
         )
         return streams and self.capacity.has_gpu
 
     def leaves_inputs_on_device(self, layout: Layout) -> bool:
-        """May those of the last blocks stay on the device where the others' go? Not where all of
-        them go by wish, as with an explicit `max`, nor where the device is host memory."""
+        """Return whether inputs of the last blocks may stay on the device where the others' are
+        offloaded. Not where the user offloads all, as with an explicit `max`, nor where the device
+        is host memory."""
         asked = self.request.activations != "auto" or self.request.offload == "max"
         return layout.offloads_activations and not asked and self.capacity.has_gpu
 
     def one_more_group(self, layout: Layout) -> Layout:
-        """The same with the next group on the device, and no optional resident."""
+        """Return `layout` with the next group on the device, and without optional residents."""
         count = layout.device_groups + 1
         kept = self._kept_blocks(count, layout.device_first)
         return replace(layout, device_groups=count, resident_blocks=kept)
 
     def _rounds(self) -> tuple[tuple[Offload, ...], ...]:
-        """`max` is the last resort: a smaller batch is preferred to it."""
+        """Yield the strategies in turn; `max` is the last resort, after smaller batches."""
         request = self.request
         if request.offload != "auto":
             return ((request.offload,),)
@@ -204,7 +208,8 @@ class Search:
         return (("none", "weights"), ("max",))
 
     def starts(self, head: Head, chunk_tokens: int = CHUNK_TOKENS) -> Iterator[Layout]:
-        """Batches and their chunks, the largest first, of about `chunk_tokens` at most."""
+        """Yield layouts for each batch and its chunks, the largest first, with chunks of about
+        `chunk_tokens` at most."""
         first = Layout(
             offload="none",
             passes=self.request.passes,
@@ -240,7 +245,8 @@ class Search:
         return _halvings(min(batch_rows, most_rows))
 
     def _filled(self, layout: Layout) -> Layout | None:
-        """`layout` with as many device groups, then resident blocks, as are wanted and fit."""
+        """Return `layout` with as many device groups, then resident blocks, as are requested and
+        fit."""
         layouts = self.least(layout)
         if not self.fills(layout):
             optional = layout.offload == "none" and self.request.offload == "auto"
@@ -251,7 +257,8 @@ class Search:
         return next(filter(self.fits, reversed(layouts)), None)
 
     def least(self, layout: Layout) -> list[Layout]:
-        """`layout` for every number of device groups to try, most first; no optional resident."""
+        """Yield `layout` for every number of device groups to try, the largest first, without
+        optional residents."""
         every = len(self.facts.groups)
         asked = min(count_or(self.request.device_groups, 0), every)
         counts = [asked]
@@ -286,11 +293,11 @@ class Search:
         )
 
     def host_blocks(self, device_groups: int, first: DeviceFirst) -> int:
-        """Blocks on the host when `device_groups` groups are not."""
+        """Return the number of blocks on the host when `device_groups` groups are not."""
         return len(self.facts.by_tier(device_groups, first)["host"].blocks)
 
     def _pressure(self, layout: Layout) -> float:
-        """How many times the room of the resource that is pressed hardest."""
+        """Return the need divided by the limit, of the scarcer resource."""
         need, limits = self.need(layout), self.limits
         device = need.device_bytes / limits.device_bytes if limits.device_bytes else 0.0
         host = need.host_bytes / limits.host_bytes if limits.host_bytes else 0.0
@@ -298,25 +305,25 @@ class Search:
 
 
 def tried_counts(most: int) -> list[int]:
-    """Numbers of groups that are tried, 0 to `most`; of many only some, evenly: what each of them
-    takes has to be added up over all groups."""
+    """Return the numbers of groups to try, from 0 to `most`. Of a large number only some are
+    tried, evenly spaced, as each costs a sum over all groups."""
     steps = most if most <= MOST_COUNTS else SOME_COUNTS
     return [most * step // max(1, steps) for step in range(steps + 1)]
 
 
 def _halvings(rows: int) -> list[int]:
-    """12, 6, 3, 1."""
+    """Return `rows` and its halves down to 1, as 12, 6, 3, 1."""
     return [rows >> shift for shift in range(rows.bit_length())]
 
 
 def power_of_two(rows: int) -> int:
-    """The largest that is no more than `rows`; at least 1."""
+    """Return the largest power of two up to `rows`; at least 1."""
     return 1 << (max(1, rows).bit_length() - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimedLayout:
-    """A layout that fits, what it takes, and how long a step is."""
+    """A layout that fits, with its memory and the seconds of its step."""
 
     layout: Layout
     need: Footprint
@@ -324,7 +331,8 @@ class TimedLayout:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the memory that the dial limits: of the device, without a GPU of the host."""
+        """Return the bytes of the memory that the dial limits: the device's, without a GPU the
+        host's."""
         return self.need.device_bytes if self.time.has_gpu else self.need.host_bytes
 
 
@@ -410,9 +418,9 @@ class TimedSearch:
         return self.timed[layout]
 
     def preference(self, one: TimedLayout) -> tuple[float, float, int]:
-        """Return what layouts are compared by, the smaller the better: seconds; what host memory
-        and bus do meanwhile, which is never quite free; bytes. Vocabulary chunks, deferred moments
-        and more slots have to be clearly faster."""
+        """Return the key by which layouts are compared, the smaller the better: seconds; then the
+        hidden work of host memory and bus, which is never quite free; then bytes. Vocabulary
+        chunks, deferred moments and more slots count only if clearly faster."""
         layout, step_s = one.layout, one.time.step_s
         if layout.head == "chunks":
             step_s *= CHUNKS_GAIN
@@ -484,7 +492,7 @@ class TimedSearch:
         return self._improved(best, limit, flips=True)
 
     def _as_near(self) -> Layout:
-        """Return the layout that was found with other rows, with the rows of this search."""
+        """Return the layout that was found with other rows, changed to this search's rows."""
         start = self._starts_that_fit[0]
         assert self.near is not None
         is_set = self.search.request.chunk_rows != "auto"
@@ -499,7 +507,7 @@ class TimedSearch:
         )
 
     def _seed(self, layout: Layout, late: bool | None) -> Layout:
-        """Return where one search begins; a head in vocabulary chunks is not to live on the
+        """Return the start of one search; a head in vocabulary chunks may not live on the
         device."""
         if layout.head == "chunks" and self.search.request.device_first == "auto":
             layout = replace(layout, device_first="blocks")
@@ -525,7 +533,7 @@ class TimedSearch:
         return self.rates.has_gpu and self.clips and asked is None and late
 
     def _improved(self, best: TimedLayout, limit: int, *, flips: bool = False) -> TimedLayout:
-        """Move rows as long as the step becomes shorter, many at a time, then fewer."""
+        """Move rows as long as the step gets shorter, many at a time, then fewer."""
         step = max(1, self.search.facts.layers // _FIRST_SHARE)
         while step:
             better = self._grown(best, limit, step)
@@ -539,15 +547,16 @@ class TimedSearch:
         return best
 
     def _grown(self, best: TimedLayout, limit: int, step: int) -> TimedLayout | None:
-        """Move the rows to the device that save the most seconds per byte; None: none does."""
+        """Move the rows to the device that save the most seconds a byte; None where none saves
+        any."""
         found = [self._timed(layout) for name in self._counts(best.layout)
                  if (layout := self._with(best.layout, name, step, limit)) is not None]  # fmt: skip
         better = [one for one in found if self.preference(one) < self.preference(best)]
         return min(better, key=lambda one: self._saved_per_byte(best, one), default=None)
 
     def _saved_per_byte(self, before: TimedLayout, one: TimedLayout) -> tuple[float, float]:
-        """Return the seconds of the step, then those of host and bus, that a byte adds (less than
-        0: saves)."""
+        """Return the seconds of the step, then of host and bus, that each added byte saves (as
+        negative numbers)."""
         size = max(1, one.size_bytes - before.size_bytes)
         saved = (
             now - then
@@ -586,7 +595,7 @@ class TimedSearch:
                 yield self._filled(changed, limit)
 
     def _flipped(self, best: TimedLayout, limit: int) -> Iterator[Layout]:
-        """Yield `best` with one thing done another way, and less or more on the device for it."""
+        """Yield `best` with one setting changed, and more or less on the device to pay for it."""
         layout, request = best.layout, self.search.request
         changes: list[dict[str, Any]] = []
         if request.chunk_rows == "auto":
@@ -611,7 +620,7 @@ class TimedSearch:
     # -- rows of the table by their numbers --------------------------------------------------------
 
     def _counts(self, layout: Layout) -> list[Count]:
-        """Return what may change of a layout's numbers."""
+        """Return the counts of a layout that may change."""
         request, found = self.search.request, list[Count]()
         if not self.rates.has_gpu:
             return found
@@ -637,7 +646,7 @@ class TimedSearch:
         return offloading_blocks(facts, replace(layout, activations_on_device=0))
 
     def _bounded(self, layout: Layout) -> Layout:
-        """Return the layout with numbers that can be beside each other."""
+        """Return the layout with counts reduced to a possible combination."""
         for name in reversed(COUNTS):
             held = getattr(layout, name)
             if held and held > (most := self._most(layout, name)):
@@ -649,7 +658,8 @@ class TimedSearch:
         return self._size(need) <= limit and self.search.holds(need)
 
     def _with(self, layout: Layout, name: Count, step: int, limit: int) -> Layout | None:
-        """Return the layout with up to `step` more of a number, as many as fit; None: none."""
+        """Return the layout with a count raised by up to `step`, as far as it fits; None where it
+        does not."""
         held = getattr(layout, name)
         least, most = held, min(held + step, self._most(layout, name))
 
@@ -665,8 +675,8 @@ class TimedSearch:
         return more(least) if least > held else None
 
     def _fitted(self, layout: Layout, limit: int, but: Count | None = None) -> Layout | None:
-        """Return the layout with fewer rows on the device, as far as it takes too much; of `but`
-        as many."""
+        """Return the layout with fewer rows on the device until it fits; the count `but` keeps its
+        value."""
         layout = self._bounded(layout)
         for name in COUNTS:
             if self._fits(layout, limit):

@@ -57,28 +57,28 @@ class StepTime:
 
     @property
     def tokens_per_s(self) -> float:
-        """Throughput."""
+        """Return the throughput."""
         return self.work.tokens / self.step_s
 
     @property
     def parts_s(self) -> dict[str, float]:
-        """Seconds by what takes them, overlapping or not; of several cards also by resource."""
+        """Return seconds by kind of work, overlapping or not; of several cards also by resource."""
         busy_s = self.busy_s if self.work.cards > 1 else {}
         return {**self.work.parts_s(), **self.phases_s, **busy_s}
 
     @property
     def carried_s(self) -> float:
-        """What host memory and bus do for the step, hidden or not."""
+        """Return the seconds of host memory and bus for the step, hidden or not."""
         return sum(self.busy_s[name] for name in (*LANES, "update"))
 
     @property
     def busiest(self) -> str:
-        """The resource that is busy for the most of a step."""
+        """Return the resource that is busy for most of a step."""
         return max(self.busy_s, key=lambda name: self.busy_s[name])
 
     @property
     def binds(self) -> str:
-        """What people call the resource that is busy for the most of a step."""
+        """Return people's name for the resource that is busy for most of a step."""
         if not self.has_gpu:
             return _BINDS_HERE.get(self.busiest, "copies in host memory")
         words = _BINDS[self.busiest]
@@ -96,11 +96,9 @@ def step_time(
 
 
 def simulated(work: StepWork, rates: CardsRates, *, runs_by_chunks: bool = False) -> StepTime:
-    """Return how long a step takes once many have gone before.
-
-    `runs_by_chunks`: neighbouring blocks on one card go chunk by chunk, else block by block. Of one
-    card they always go block by block, and of packed weights.
-    """
+    """Return the seconds of a step after many others. `runs_by_chunks`: several neighbouring
+    blocks on one card are computed chunk by chunk, else block by block. On a single card, and with
+    packed weights, always block by block."""
     if not rates.cards[0].has_gpu:
         return _without_gpu(work)
     clocks = _Clocks(work, rates, by_chunks=runs_by_chunks and work.cards > 1)
@@ -229,13 +227,13 @@ class _Clocks:
         return begin_s, begin_s + seconds
 
     def _queue(self, seconds: float) -> float:
-        """Let the thread queue something; return when it has."""
+        """Let the host's thread queue work; return when it has."""
         self.thread_s += seconds
         self.queued_s += seconds
         return self.thread_s
 
     def _copy(self, lane: int, card: int, ready_s: float, seconds: float) -> float:
-        """Copy after all that was queued before; return when it ends."""
+        """Copy after everything queued before; return when the copy ends."""
         at = len(LANES) * card + lane
         end_s = max(self.lanes_s[at], ready_s) + seconds
         self.lanes_s[at] = end_s
@@ -243,7 +241,7 @@ class _Clocks:
         return end_s
 
     def _hop(self, source: int, target: int, ready_s: float, size_bytes: int) -> float:
-        """Bring a chunk from one card to another; return when it is there."""
+        """Copy a chunk from one card to another; return when it has arrived."""
         if source == target or not size_bytes:
             return ready_s
         rate = self._rates.peer_bytes_per_s(source, target)
@@ -260,7 +258,7 @@ class _Clocks:
         return max(down_s, self._copy_beside(0, target, ready_s, size_bytes / rate))
 
     def _copy_beside(self, lane: int, card: int, ready_s: float, seconds: float) -> float:
-        """Copy on a stream of its own, which shares the lane with what is queued there."""
+        """Copy on a second stream, which shares the lane's bandwidth with its queued copies."""
         at = len(LANES) * card + lane
         shared = 2 if ready_s < self.lanes_s[at] else 1
         self.lanes_s[at] = max(self.lanes_s[at], ready_s) + seconds
@@ -268,7 +266,7 @@ class _Clocks:
         return ready_s + shared * seconds
 
     def _upload(self, at: int, seconds: float, after_s: float) -> float:
-        """Upload weights as soon as they are updated, asked for, and have a slot."""
+        """Upload weights once they are updated, requested, and have a slot."""
         if not seconds:
             return after_s
         group = self.groups[at]
@@ -291,8 +289,8 @@ class _Clocks:
     def _flow(  # noqa: C901, PLR0912, PLR0915  # the hot loop, in one piece
         self, chunks_s: list[float], here: int, *, backward: bool, number: int
     ) -> int:
-        """Let all chunks, ready at `chunks_s` on card `here`, go through the blocks; return the
-        card where they are then."""
+        """Send all chunks, ready at `chunks_s` on card `here`, through the blocks; return the card
+        where they end."""
         groups, times, clips = self.groups, self.work.queueing, self.work.clips
         alone, beside = times.forward, times.forward_beside
         if backward:
@@ -349,8 +347,8 @@ class _Clocks:
         return where[0]
 
     def _weights(self, at: int, group: GroupWork, backward: bool, number: int) -> float:
-        """Return when a block's weights, and in the backward pass what waits on the host, are
-        there."""
+        """Return when a block's weights, and in the backward pass its offloaded inputs, are on the
+        card."""
         if not backward:
             first = number == 0
             seconds = group.up_forward_s if first or group.streams else 0.0
@@ -374,18 +372,18 @@ class _Clocks:
             self.lent_s[group.ring].append(self.updated_s[at])
 
     def _lent_free(self, group: GroupWork) -> float:
-        """Return when the host has a buffer for the gradients of a step in backward."""
+        """Return when the host has a free buffer for the gradients of a step in backward."""
         lent, depth = self.lent_s[group.ring], group.ring[1]
         return lent[-depth] if len(lent) >= depth else 0.0
 
     def _update(self, at: int, ready_s: float) -> None:
-        """Run AdamW of one group, after those before it."""
+        """Run AdamW of one group, after the groups before it."""
         seconds = self.groups[at].update_s
         self.adamw_s = self.updated_s[at] = max(self.adamw_s, ready_s) + seconds
         self.updating_s += seconds
 
     def _forward(self, *, first: bool) -> tuple[list[float], int]:
-        """Let all chunks go through all blocks; return when each is ready, and on which card."""
+        """Send all chunks through all blocks; return when each is ready, and on which card."""
         ready_s = 0.0
         if first:
             self.asked_s = self.thread_s
@@ -400,8 +398,8 @@ class _Clocks:
     def _head(  # noqa: C901  # one thing after the other
         self, chunks_s: list[float], here: int, number: int
     ) -> tuple[float, float]:
-        """Compute the loss and its gradient when all chunks are there; return when the first card
-        begins and when the gradient is on it."""
+        """Compute the loss and its gradient once all chunks have arrived; return when the first
+        card begins and when it has the gradient."""
         work, first = self.work, number == 0
         ready_s = self._queue(work.queueing.outside_s)
         if first:
@@ -442,7 +440,7 @@ class _Clocks:
         return began_s or begun_s, loss_s
 
     def _backward(self, chunks_s: list[float], number: int) -> None:
-        """Let all chunks go back through all blocks."""
+        """Send all chunks back through all blocks."""
         for at in self.heads:
             self._download(at, self.groups[at], chunks_s[0], number)
         if self.work.behind_head_s:
@@ -473,8 +471,8 @@ class _Clocks:
         return max(self.compute_s)
 
     def _update_moments(self) -> None:
-        """Queue the moments that are left of the step before: with several cards once the blocks'
-        forward pass is queued, which AdamW would slow down."""
+        """Queue the moments left over from the previous step. With several cards this waits until
+        the blocks' forward pass is queued, which AdamW would slow down."""
         if self.work.cards > 1:
             self.adamw_s = max(self.adamw_s, self.thread_s)
         for at in self.moments_left:

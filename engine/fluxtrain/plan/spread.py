@@ -37,8 +37,8 @@ _P = TypeVar("_P", bound=Placed)
 
 @lru_cache(maxsize=256)
 def spread(count: int) -> tuple[int, ...]:
-    """0 to `count` - 1 in an order of which every beginning is spread about evenly, but for those
-    at the front."""
+    """Return 0 to `count` - 1 in an order whose every prefix is spread about evenly, except for
+    the first two."""
     front = min(AT_THE_FRONT, count)
     rest = count - front
     bits = max(1, (rest - 1).bit_length())
@@ -49,7 +49,7 @@ def spread(count: int) -> tuple[int, ...]:
 
 
 def spread_out(row: Sequence[_T], count: int) -> tuple[list[_T], list[_T]]:
-    """`count` of the row, or all, here and there, and the others; both in the row's order."""
+    """Return `count` evenly spread items of the row, and the others; both in the row's order."""
     chosen = set(spread(len(row))[:count])
     return (
         [one for at, one in enumerate(row) if at in chosen],
@@ -60,9 +60,9 @@ def spread_out(row: Sequence[_T], count: int) -> tuple[list[_T], list[_T]]:
 def parted(
     groups: Sequence[_P], count: int, first: DeviceFirst
 ) -> tuple[tuple[_P, ...], tuple[_P, ...]]:
-    """Of `groups` in forward order the `count` that live on the device, and the others, both in
-    that order: blocks here and there, with `embedding` after what stands before
-    them, and what else stands outside of them last."""
+    """Split `groups` (forward order) into the `count` that live on the device and the others, both
+    in forward order. Chosen are blocks spread evenly, then `embedding` after the modules before
+    it, and the other edges last."""
     chosen = _chosen(tuple(group.kind == "block" for group in groups), count, first)
     return (
         tuple(group for at, group in enumerate(groups) if at in chosen),

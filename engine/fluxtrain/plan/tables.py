@@ -39,8 +39,8 @@ class TableRows:
 
     @property
     def tied(self) -> bool:
-        """Return whether the head needs the whole table too: rows then only let the forward
-        begin early."""
+        """Return whether the head needs the whole table too: copying rows then only lets the
+        forward begin early."""
         return self.table.users > 1
 
     @property
@@ -57,8 +57,8 @@ class TableRows:
 
     @property
     def kept_bytes(self) -> int:
-        """Count the bytes of the head's gradient of the rows, in fp32 until that of the lookup
-        is there."""
+        """Count the bytes of the head's gradient of the rows, kept in fp32 until the lookup's is
+        ready."""
         return FP32_BYTES * self.rows * (self.table.trained // self.table.table_rows)
 
     @property
@@ -67,15 +67,15 @@ class TableRows:
         return self.weight_bytes + _INDEX_BYTES * (self.rows + self.tokens)
 
     def sum_bytes(self, passes: int, *, at_least: int = 2) -> int:
-        """Of the gradients of rows that so many backward passes touch at most, in fp32 on the
-        device, where later passes add to them; those of fewer than `at_least` are not kept so."""
+        """Count the bytes of the fp32 sums on the device of all rows that `passes` backward passes
+        can touch. Sums below `at_least` are not kept on the device."""
         if passes < at_least or not self.gradient_bytes or self.in_vocab_chunks:
             return 0
         rows = min(self.table.table_rows, passes * self.tokens)
         return FP32_BYTES * rows * (self.table.trained // self.table.table_rows)
 
     def host_bytes(self, passes: int) -> int:
-        """Page-locked, where all that leaves from and where gradients arrive, those of `passes`
+        """Count the page-locked bytes: rows on their way out, and arriving gradients of `passes`
         backward passes."""
         return self.device_bytes + max(self.gradient_bytes, self.sum_bytes(passes))
 
@@ -94,7 +94,7 @@ def embedding_for(facts: ModelFacts, request: RunRequest, batch_rows: int) -> Em
 
 
 def reason(facts: ModelFacts, request: RunRequest, batch_rows: int, *, on_host: bool) -> str:
-    """Say with numbers why rows or the whole are copied."""
+    """Explain with numbers why rows or the whole are copied."""
     table = facts.table
     if table is None:
         return "no embedding that can be looked up by rows: its options need all of it"

@@ -44,7 +44,7 @@ _MEAN = sum(UNEVEN) / len(UNEVEN)  # the rate of the bus is that of all of them
 
 @dataclass(frozen=True, kw_only=True)
 class GroupWork:
-    """The work of one group; a block's seconds are of each chunk of rows, on one card of all."""
+    """The work of one group on its card; a block's seconds are for each chunk of rows."""
 
     card: int
     kind: Literal["block", "start", "head"]  # start: edges before the blocks; head: behind them
@@ -66,8 +66,8 @@ class GroupWork:
 
 @dataclass(frozen=True, kw_only=True)
 class QueueTimes:
-    """Seconds in which the host's one thread queues the work of all cards; a block's are lines over
-    its chunks as in `GroupWork`. While AdamW runs on the same cores the thread is slower."""
+    """Seconds in which the host's one thread queues the work of all cards; a block's are lines
+    over its chunks as in `GroupWork`. The thread is slower while AdamW runs on the same cores."""
 
     forward: Line = NOTHING
     backward: Line = NOTHING
@@ -103,16 +103,16 @@ class StepWork:
 
     @property
     def chunks(self) -> int:
-        """Chunks that are simulated by themselves."""
+        """Return the number of chunks that are simulated separately."""
         return len(self.hop_bytes)
 
     @property
     def cards(self) -> int:
-        """How many cards compute."""
+        """Return the number of cards that compute."""
         return len(self.slots)
 
     def parts_s(self) -> dict[str, float]:
-        """Return the seconds of a step by what takes them, whether they overlap or not."""
+        """Return the seconds of a step by kind of work, overlapping or not."""
         blocks = [group for group in self.groups if group.kind == "block"]
         passes = self.passes
         return {
@@ -152,7 +152,7 @@ def step_work(
     passes: int = 1,
     head_dealing: HeadDealing = "one_card",
 ) -> StepWork:
-    """Return what a step has to do where each card has placed its share as its layout says."""
+    """Return the work of one step, where each card has placed its share by its layout."""
     shares = [_Share(dealt, card, layouts[card], rates, clips) for card in range(dealt.number)]
     found = [share.groups(passes) for share in shares]
     works = [iter(groups) for groups in found]
@@ -190,7 +190,7 @@ def step_work(
 
 
 def computing_s(facts: ModelFacts, layout: Layout, rates: Rates) -> tuple[float, float, float]:
-    """Return the seconds of the blocks' forward, of what stands outside them, and of backward."""
+    """Return the seconds of the blocks' forward, of the modules outside them, and of backward."""
     row = facts.row
     assert row is not None, "time needs to know the rows"
     tried, batch, chunk = rates.calibration, layout.batch_rows, layout.chunk_rows
@@ -242,7 +242,7 @@ class _HeadWork:
         dealing: HeadDealing,
         batch_rows: int,
     ) -> None:
-        """`head_s`: of the first card, where it does all."""
+        """Deal the head's work; `head_s` are the seconds of the first card where it does all."""
         facts, number, row = dealt.facts, dealt.number, dealt.facts.row
         assert row is not None, "time needs to know the rows"
         self.chunks = token_chunks(row, batch_rows)
@@ -278,7 +278,7 @@ def _speed(rates: Rates) -> float:
 
 
 class _Share:
-    """One card's part of a step."""
+    """One card's work in a step."""
 
     def __init__(
         self, dealt: Assignment, card: int, layout: Layout, rates: CardsRates, clips: bool
@@ -312,11 +312,12 @@ class _Share:
 
     @property
     def head_up_s(self) -> float:
-        """Uploads of a head in vocabulary chunks."""
+        """Return the seconds of uploads of a head in vocabulary chunks."""
         return 0.0 if self.chunked is None else self.chunked.copied_bytes / self.rates.up
 
     def head_sums_up_s(self, passes: int) -> tuple[float, ...]:
-        """Uploads of the sums of a head in vocabulary chunks, in each pass after the first."""
+        """Return the seconds of uploads of the sums of a head in vocabulary chunks, for each pass
+        after the first."""
         if self.chunked is None:
             return ()
         group = self.chunked.group
@@ -325,13 +326,14 @@ class _Share:
 
     @property
     def device_update_s(self) -> float:
-        """AdamW of the groups that live on the card."""
+        """Return the seconds of AdamW for the groups that live on the card."""
         tried = self.rates.calibration
         return 0.0 if tried is None else self.on_device.trained * tried.device_update_s
 
     @property
     def beside_bytes_s(self) -> float:
-        """Without a GPU: groups on the host beside the bytes that are updated and copied."""
+        """Return the seconds that groups on the host take besides their updated and copied bytes,
+        without a GPU."""
         tried = self.rates.calibration
         if self.rates.has_gpu or tried is None or tried.streamed is None:
             return 0.0
@@ -353,7 +355,7 @@ class _Share:
         return found
 
     def _block(self, group: GroupFacts, row: GroupPlacement, at: int, passes: int) -> GroupWork:
-        """Return a block's work: the same object for blocks that are alike in all of it."""
+        """Return a block's work; blocks with equal work share one object."""
         uneven = at % len(UNEVEN)
         alike = (id(group.unnamed), row.weights, row.resident, row.activations, uneven)
         found = self._alike.get(alike)
@@ -431,8 +433,8 @@ class _Share:
     def _gradients_by_rows(
         self, by_rows: TableRows, whole: dict[str, Any], passes: int
     ) -> dict[str, Any]:
-        """Return the copies of an embedding's gradients by rows: sums of several passes stay on the
-        device and are downloaded with each; a tied one adds those that the head gives."""
+        """Return the copies of an embedding's gradients by rows. Sums of several passes stay on
+        the device and are downloaded with each pass; a tied embedding adds the head's."""
         if by_rows.tied and not by_rows.in_vocab_chunks:
             return {}
         each = [by_rows.gradient_bytes]
@@ -446,8 +448,8 @@ class _Share:
 
     def _gradients(self, group: GroupFacts, down_bytes: int, passes: int) -> dict[str, Any]:
         """Return the copies and updates of the gradients of a group on the host. The first pass
-        downloads them rounded; each further one uploads what is there, adds to it, and downloads
-        the sum in fp32."""
+        downloads them rounded; each further one uploads the sum, adds to it, and downloads it in
+        fp32."""
         if not group.trained:
             return {}
         wide = FP32_BYTES * group.trained if passes > 1 else 0
@@ -483,7 +485,7 @@ class _Share:
 
 
 def _queueing(shares: Sequence[_Share], clips: bool) -> QueueTimes:
-    """Return what the thread that queues needs, by the card whose blocks were timed."""
+    """Return the times of the thread that queues, by the card whose blocks were timed."""
     tried = shares[EDGES_CARD].rates.calibration
     if tried is None:
         return QueueTimes()

@@ -43,9 +43,11 @@ _TRUE = ("1", "true", "yes", "on")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Check:
-    """The facts about an answer. With an `error` the wizard does not go on; `open` means that
-    nothing was answered yet, so there is no error to show. `readings` are the ways in which the
-    columns of the data can be read, where that is not clear."""
+    """The facts about an answer.
+
+    With an `error` the wizard does not go on; `open` means not answered yet, so no error is shown.
+    `readings` are the ways to read the columns of the data, where several are possible.
+    """
 
     facts: tuple[tuple[str, str], ...] = ()
     warnings: tuple[str, ...] = ()
@@ -191,7 +193,7 @@ def _check_hub(hub_id: str, trusted: bool, environment: Mapping[str, str]) -> Ch
 
 
 def reading_options(check: Check | None) -> tuple[ListOption, ...]:
-    """Offer the ways in which the columns can be read, by their number."""
+    """Offer the ways to read the columns, by their number."""
     return tuple(
         ListOption(
             str(number),

@@ -54,7 +54,7 @@ class DataFacts:
     notes: tuple[str, ...] = ()
 
     def rows(self) -> tuple[tuple[str, str], ...]:
-        """Name and value of every fact."""
+        """Return name and value of every fact."""
         about = "" if self.counted else "about "
         files = (("files", f"{self.files:,}"),) if self.files > 1 else ()
         return (
@@ -112,7 +112,7 @@ def read_data(settings: Mapping[str, Any], count_limit_s: float = COUNT_LIMIT_S)
 
 
 def demo_samples() -> tuple[Sample, ...]:
-    """Three docstrings of this interpreter's standard library, of the kind the demo learns."""
+    """Return three docstrings of this interpreter's standard library, as the demo trains on."""
     sources = (textwrap.dedent, functools.wraps, pathlib.PurePath)
     return tuple((TextPiece(inspect.getdoc(source) or "", True),) for source in sources)
 

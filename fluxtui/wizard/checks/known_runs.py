@@ -55,7 +55,7 @@ def run_option(run: RunSummary, now_s: float | None = None) -> ListOption:
 
 
 def run_rows(run: RunSummary) -> tuple[tuple[str, str], ...]:
-    """Name and value of what is known about a run."""
+    """Return name and value of what is known about a run."""
     rows = (
         ("run", run.run_id),
         ("state", f"{run.state}{f': {run.message}' if run.message else ''}"),

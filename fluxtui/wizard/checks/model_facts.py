@@ -38,7 +38,7 @@ class ModelDescription:
     warnings: tuple[str, ...] = ()
 
     def rows(self) -> tuple[tuple[str, str], ...]:
-        """Name and value of every fact that the folder tells."""
+        """Return name and value of every fact that the folder tells."""
         width = f" of width {self.hidden:,}" if self.hidden else ""
         weights = ", ".join(filter(None, (self.dtype, bytes_text(self.weight_bytes))))
         rows = (

@@ -34,18 +34,18 @@ class Asked(Generic[T]):
 
     @property
     def pending(self) -> bool:
-        """Asked, and neither answered nor refused."""
+        """Return whether the question is asked, and neither answered nor refused."""
         return self.asked_s is not None and self.value is None and self.refusal is None
 
     @property
     def waited_s(self) -> float:
-        """Seconds since the question was asked."""
+        """Return the seconds since the question was asked."""
         return 0.0 if self.asked_s is None else time.monotonic() - self.asked_s
 
 
 class Question(Generic[T]):
-    """Asks the engine for an `answer` in a worker of `screen`; asked anew, it ends the process
-    before.
+    """Asks the engine for an `answer` in a worker of `screen`; a new request ends the process of
+    the last.
 
     `on_change` is called whenever `state` has changed.
     """
@@ -71,7 +71,7 @@ class Question(Generic[T]):
         arguments: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Ask with the command's `arguments`, unless the same `key` was asked about last.
+        """Ask with the command's `arguments`, unless the last request had the same `key`.
 
         `forget` makes it ask again.
         """
@@ -85,7 +85,7 @@ class Question(Generic[T]):
         )
 
     def take(self, key: object, known: Asked[T]) -> None:
-        """Take an answer to the question of `key` that is known already."""
+        """Accept an already known answer to the question of `key`."""
         if key == self.key:
             return
         self._screen.workers.cancel_group(self._screen, self._group)
@@ -93,7 +93,7 @@ class Question(Generic[T]):
         self._on_change()
 
     def forget(self) -> None:
-        """End what is being asked, and know nothing."""
+        """End a running request, and drop the answer."""
         self._screen.workers.cancel_group(self._screen, self._group)
         self.key, self.state = None, Asked()
         self._on_change()

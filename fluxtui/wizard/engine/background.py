@@ -25,10 +25,10 @@ from fluxtui.wizard.engine.asked import Asked, Question
 
 
 class Background:
-    """The questions, and the folder in which their configurations lie.
+    """Holds the wizard's questions to the engine, and the folder of their configuration files.
 
-    Where methods are compared, the plan of each other method comes after the chosen one's, one at a
-    time; plans that are there are kept, so that a method which is chosen next has its own at once.
+    Where methods are compared, the chosen one is planned first, then the others, one at a time.
+    Known plans are kept, so a method chosen next has its plan at once.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Background:
         return self._cards_for == _key(without_dial(answers))
 
     def measure(self, fresh: bool = False) -> None:
-        """Measure the machine; `fresh` does not take what was measured before."""
+        """Measure the machine; `fresh` ignores earlier measurements."""
         if fresh:
             self.probe.forget()
             self._forget_plans()
@@ -178,13 +178,13 @@ _ABOUT_STRATEGY = ("placement.offload", "placement.chunk_rows", "train.batch_row
 
 
 def _about_model(answers: Answers) -> Answers:
-    """Return the part of the answers which the ranked plans are about: model, data and method."""
+    """Return the part of the answers that the ranked plans depend on: model, data and method."""
     kept = {key: value for key, value in answers.settings.items() if key not in _ABOUT_STRATEGY}
     return dataclasses.replace(without_dial(answers), settings=kept)
 
 
 def _about_data(answers: Answers) -> Answers:
-    """Return the part of the answers on which the look of the data depends."""
+    """Return the part of the answers that the inspection of the data depends on."""
     kept = {key: value for key, value in answers.settings.items() if key.startswith("data.")}
     return dataclasses.replace(without_dial(answers), settings=kept)
 

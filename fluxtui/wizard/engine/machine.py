@@ -38,7 +38,7 @@ _IN_PLAIN_WORDS = {  # of what the driver's library says
 
 
 def machine_table(probe: ProbeAnswer) -> tuple[Row, ...]:
-    """Everything that was measured, with what limits it."""
+    """Return every measured rate, with its limit."""
     machine, rates = probe.machine, probe.rates
     return (
         *_host_rows(machine),

@@ -25,7 +25,7 @@ CHECKPOINT_PERIOD_S = 600.0
 
 
 def fit(plan: PlanAnswer) -> Fit:
-    """Tell whether it fits, and whether that takes host memory beside the GPU's."""
+    """Return whether the plan fits, and whether it takes host memory besides the GPU's."""
     if not plan.fits:
         return "does not fit"
     return "fits" if plan.device == "cpu" or plan.layout.offload == "none" else "fits with offload"
@@ -50,14 +50,14 @@ def config_text(plan: PlanAnswer) -> str:
 
 
 def unranked_because(plan: PlanAnswer) -> str:
-    """Why there are no ranked plans, where there are none."""
+    """Return why no plans are ranked; "" where some are."""
     if plan.predicted is not None and plan.changed.get("placement.offload") == "max":
         return "placement.offload=max takes the least of the GPU, and the dial has no effect"
     return plan.predicted_because
 
 
 def checkpoints(plan: PlanAnswer) -> int:
-    """About how many checkpoints are written: `auto` is ten, or one in ten minutes."""
+    """Return about how many checkpoints are written: `auto` is ten, or one in ten minutes."""
     every = plan.config["train"]["checkpoint_every"]
     if every == "end":
         return 1

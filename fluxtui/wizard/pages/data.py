@@ -31,7 +31,7 @@ def extent(found: InspectionAnswer) -> str:
 
 
 def inspection_rows(found: InspectionAnswer) -> tuple[tuple[str, str], ...]:
-    """Name and value of every fact."""
+    """Return name and value of every fact."""
     about = "" if found.is_whole else "about "
     return (
         ("size", extent(found)),
@@ -62,7 +62,7 @@ class Histogram:
 
 
 def histogram(lengths: Sequence[int], sequence_length: int, columns: int) -> Histogram:
-    """Lengths in equal columns; the sequence length is always among them."""
+    """Count lengths in equal columns; the sequence length is always among them."""
     in_order = sorted(lengths)
     most = in_order[round(BEYOND * (len(in_order) - 1))]
     limit = max(most, sequence_length * 5 // 4, 1) + 1
@@ -133,8 +133,8 @@ def _read_as(found: InspectionAnswer) -> tuple[str, str]:
 
 
 def _refused(view: WizardView, check: Check | None, width: int) -> Content:
-    """Ask how unclear columns are read; say after a refusal how the setting is made that it
-    names."""
+    """Ask how unclear columns are read; after a refusal say how to make the setting
+    that it names."""
     found = found_page(view, width)
     if check is None or "set data." not in (check.error or ""):
         return found
@@ -165,7 +165,7 @@ def _in_a_line(check: Check, width: int) -> Content:
 
 
 def _inspected(found: InspectionAnswer, width: int, short: bool) -> list[Content]:
-    """Lengths, then samples; where the screen is low the first sample is in front of them."""
+    """Draw lengths, then samples; where the screen is low the first sample comes first."""
     if not short:
         samples = [_heading(width), *_samples(found, width, SAMPLE_LINES)]
         return [_lengths(found, width), Content("\n").join(samples)]

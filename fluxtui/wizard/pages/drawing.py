@@ -42,9 +42,9 @@ def spans(line: Line) -> Content:
 
 
 def stepper(current: StepName, width: int, steps: Sequence[StepName] = STEPS) -> Content:
-    """Three lines: the product, a rule in as many parts as steps, and the names of the steps.
+    """Draw three lines: the product, a rule in as many parts as steps, and the names of the steps.
 
-    A step has one name at every width. Where not all have room, the present one's alone is shown.
+    A step has one name at every width. Where not all fit, only the current one is shown.
     """
     position = steps.index(current)
     counter = f"step {position + 1} of {len(steps)}"
@@ -74,7 +74,7 @@ def stepper(current: StepName, width: int, steps: Sequence[StepName] = STEPS) ->
 
 
 def keys_line(keys: Sequence[tuple[str, str]]) -> Content:
-    """Key hints: the key bright, what it does muted."""
+    """Draw key hints: the key bright, its meaning muted."""
     parts = [Content.assemble((key, "bold $accent"), (f" {text}", MUTED)) for key, text in keys]
     return Content("   ").join(parts)
 
@@ -97,7 +97,7 @@ def heading(text: str, hint: str, width: int) -> Content:
 
 
 def paragraph(text: str, width: int, style: str = "") -> Content:
-    """Wrapped text; words longer than the line, such as paths, are broken."""
+    """Wrap a text; words longer than the line, such as paths, are broken."""
     return Content.styled("\n".join(in_lines(text, max(10, width)) or [""]), style)
 
 
@@ -107,8 +107,11 @@ def command(text: str, width: int) -> Content:
 
 
 def command_lines(text: str, width: int) -> list[str]:
-    """Cut a command into lines; see `command`. An option stands beside its value where both have
-    room, and a word that has no room in a line is broken too."""
+    """Cut a command into lines; see `command`.
+
+    An option stays with its value where both fit, and a word that does not fit in a line is broken
+    too.
+    """
     room = width - len(MORE_FOLLOWS)
     lines = [""]
     for part in _parts_of(shlex.split(text), room):
@@ -120,7 +123,8 @@ def command_lines(text: str, width: int) -> list[str]:
 
 
 def _parts_of(words: Sequence[str], room: int) -> Iterator[str]:
-    """Words that stay together, quoted for a shell; one that is too long goes on in lines below."""
+    """Return words that stay together, quoted for a shell; a word that is too long goes on in
+    lines below."""
     held = ""  # an option that waits for its value
     for word in words:
         quoted = shlex.quote(word)
@@ -141,17 +145,18 @@ def _parts_of(words: Sequence[str], room: int) -> Iterator[str]:
 
 
 def problem(text: str, width: int) -> Content:
-    """Draw an error beside its answer: a mark, and the text indented under itself."""
+    """Draw an error with a mark in front, and the text indented under itself."""
     return _marked("✗ ", text, width, "$error")
 
 
 def caution(text: str, width: int) -> Content:
-    """Something to know that does not stop the user."""
+    """Draw a warning that does not stop the user."""
     return _marked("! ", text, width, "$warning")
 
 
 def facts(rows: Sequence[tuple[str, str]], width: int) -> Content:
-    """Names and values under each other; the first line carries the mark of a usable answer."""
+    """Draw names and values under each other; the first line carries the mark of a
+    usable answer."""
     name_width = max((len(name) for name, _ in rows), default=0) + 2
     lines: list[Content] = []
     for index, (name, value) in enumerate(rows):
@@ -161,7 +166,7 @@ def facts(rows: Sequence[tuple[str, str]], width: int) -> Content:
 
 
 def pairs(rows: Sequence[tuple[str, str]], width: int) -> Content:
-    """Names and values under each other."""
+    """Draw names and values under each other."""
     name_width = max((len(name) for name, _ in rows), default=0) + 2
     lines: list[Content] = []
     for name, value in rows:
@@ -180,7 +185,7 @@ def _named(
 
 
 def in_words(text: str, width: int) -> list[str]:
-    """Lines of whole words; one line with its middle left out where a word is too long."""
+    """Return lines of whole words; one line with its middle left out where a word is too long."""
     words = text.split()
     if len(words) < 2 or max(map(cell_len, words)) > width:
         return [shortened(text, width)]
@@ -188,7 +193,7 @@ def in_words(text: str, width: int) -> list[str]:
 
 
 def in_lines(text: str, width: int) -> list[str]:
-    """Lines of at most `width` cells; only a word that is longer than that is cut."""
+    """Return lines of at most `width` cells; only a longer word is cut."""
     if cell_len(text) == len(text):
         return textwrap.wrap(text, width, break_on_hyphens=False)
     return wrapped(text, width)
@@ -198,8 +203,8 @@ CardRow = tuple[str, str, str]  # a name, its value and the value's style
 
 
 def cards(drawn: Sequence[tuple[str, Sequence[CardRow], bool]], width: int) -> Content | None:
-    """Draw cards beside each other, each with its title, its rows, and whether it is the chosen
-    one, which has a double border and a mark; None where there is no room."""
+    """Draw cards next to each other from title, rows and whether each is chosen, which gets a
+    double border and a mark; None where they do not fit."""
     room = (width - len(drawn) + 1) // max(1, len(drawn))
     if room < CARD_LEAST:
         return None
@@ -225,7 +230,7 @@ def _card(title: str, rows: Sequence[CardRow], chosen: bool, width: int) -> list
 
 
 def table(rows: Sequence[tuple[str, str, str]], width: int) -> Content:
-    """Rows of name, value and explanation; the explanation wraps in the room that is left."""
+    """Draw rows of name, value and explanation, which wraps in the remaining width."""
     if not rows:
         return Content("")
     name_width = max(len(name) for name, _, _ in rows) + 2
@@ -268,7 +273,7 @@ def memory_bar(name: str, used: int | None, limit: int | None, width: int) -> Co
 
 
 def samples(pieces: Sequence[Sample], width: int, lines_each: int) -> Content:
-    """Samples of the data, trained stretches bright behind a bar, the others muted."""
+    """Draw samples of the data, trained stretches bright behind a bar, the others muted."""
     drawn: list[Content] = []
     for sample in pieces:
         drawn += _sample_lines(sample, width, lines_each)

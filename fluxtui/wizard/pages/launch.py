@@ -32,7 +32,7 @@ HOW_TIMED = {
 
 
 def launch_page(view: WizardView, width: int) -> Content:
-    """Draw what Enter starts, and what it will take."""
+    """Draw what Enter starts, with its memory, time and disk."""
     going_on = view.answers.start == "resume"
     key = view.key("wizard_next")
     verb = f"{key.capitalize() if len(key) > 1 else key} " + (
@@ -66,7 +66,7 @@ def launch_page(view: WizardView, width: int) -> Content:
 
 
 def launch_problems(view: WizardView) -> list[str]:
-    """Why the run cannot start, or would fail at once."""
+    """Return why the run cannot start, or would fail at once."""
     data = view.inspection.refusal if view.answers.start != "resume" else None
     return [message for message in (view.launch_error, data) if message]
 
@@ -84,8 +84,8 @@ def launch_rows(view: WizardView) -> list[tuple[str, str]]:
 
 
 def _set_by_the_user(view: WizardView) -> dict[str, Any]:
-    """Return what differs from the defaults, but what has a line of its own; of the demo its own
-    settings too."""
+    """Return the settings that differ from the defaults and have no line of their own; for the
+    demo its settings too."""
     answers, plan = view.answers, view.plan.value
     if answers.is_demo:
         found = dict(plan.changed) if plan else {}
@@ -127,7 +127,7 @@ def resumed_rows(view: WizardView) -> list[tuple[str, str]]:
 
 
 def bar_rows(view: WizardView, plan: PlanAnswer) -> list[tuple[str, int | None, int | None]]:
-    """Name, what is taken and what there is, of each memory; of a few cards each."""
+    """Return name, use and limit of each memory; of a few cards each."""
     device = "VRAM" if plan.device == "cuda" else "buffers"
     rows = [(device, plan.device_bytes, plan.device_budget_bytes)]
     if 0 < len(plan.cards) <= MOST_CARDS:
@@ -173,7 +173,7 @@ def time_text(view: WizardView) -> str:
 
 
 def disk_text(plan: PlanAnswer) -> str:
-    """Tell what is written to the disk, and how much of it stays."""
+    """Say what is written to the disk, and how much of it stays."""
     written = counted(plan_preview.checkpoints(plan), "checkpoint")
     return (
         f"{bytes_text(plan.disk_bytes)} at most, with the trained model; about {written} of "
@@ -205,7 +205,7 @@ def config_text(view: WizardView) -> str:
 
 
 def _planned(view: WizardView, width: int) -> list[Content]:
-    """Draw the answers with what the plan says of them, or why there is no plan."""
+    """Draw the answers with the plan's numbers, or why there is no plan."""
     asked = view.plan
     parts = [drawing.pairs(launch_rows(view), width)]
     if asked.refusal is not None:

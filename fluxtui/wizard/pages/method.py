@@ -100,7 +100,7 @@ def _limits(view: WizardView, width: int) -> Content:
 
 
 def _cards(view: WizardView, width: int) -> Content:
-    """Draw the cards beside each other, or a line each where there is no room."""
+    """Draw the cards next to each other, or a line each where they do not fit."""
 
     def rows(method: str) -> list[drawing.CardRow]:
         facts = method_facts(view.plan_of(method).value)
@@ -152,7 +152,7 @@ def _given_up(view: WizardView, width: int) -> list[Content]:
 
 
 def _trouble(view: WizardView, width: int) -> list[Content]:
-    """Why the chosen method cannot be had, and what can be done; or that it is being planned."""
+    """Say why the chosen method is impossible, and a cure; or that it is being planned."""
     asked = view.plan
     if asked.refusal is not None:
         cure = (
@@ -167,7 +167,7 @@ def _trouble(view: WizardView, width: int) -> list[Content]:
 
 
 def _questions(view: WizardView, width: int) -> list[Content]:
-    """Draw a line for each setting of the method: its key, the value, and what it does."""
+    """Draw a line for each setting of the method: its key, the value, and its effect."""
     rows = [
         (view.key(row.action), row.name, *value_and_reason(view, row))
         for row in rows_of("method", view.answers.method)

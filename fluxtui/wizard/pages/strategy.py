@@ -21,8 +21,7 @@ OLDER = "planned before the numbers below were set"
 
 
 def strategy_page(view: WizardView, width: int, *, cursor: int = 0, why: bool = False) -> Content:
-    """Draw what can be chosen about where the bytes live and how many rows a step has; below, this
-    machine.
+    """Draw the choices of where bytes live and how many rows a step has; below, this machine.
 
     The choice at `cursor` shows its reason; with `why` all of them do.
     """
@@ -53,7 +52,7 @@ def _strategy(view: WizardView, width: int, cursor: int, why: bool) -> list[Cont
 
 
 def _machine(view: WizardView, width: int) -> list[Content]:
-    """Draw what was measured of this machine, or that it is being measured."""
+    """Draw the measured rates of this machine, or that it is being measured."""
     asked, key = view.probe, view.key("wizard_measure")
     if asked.refusal is not None:
         cure = f"{key} measures again; without rates the plan cannot predict times"
@@ -96,7 +95,7 @@ def dial_line(view: WizardView, width: int) -> Content:
 
 
 def cards(view: WizardView, width: int) -> Content:
-    """Draw the ranked plans beside each other, or under each other where there is no room."""
+    """Draw the ranked plans next to each other, or under each other where they do not fit."""
     plan = view.plan.value
     drawn = [
         (
@@ -125,7 +124,7 @@ def card_facts(card: PlanOption, plan: PlanAnswer | None) -> list[tuple[str, str
 
 
 def numbers_line(view: WizardView, plan: PlanAnswer, width: int) -> Content:
-    """Batch, chunk, steps and offload with the keys that change them."""
+    """Draw batch, chunk, steps and offload with the keys that change them."""
     planned = {
         "train.batch_rows": plan.layout.batch_rows,
         "placement.chunk_rows": plan.layout.chunk_rows,

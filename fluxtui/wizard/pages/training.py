@@ -19,8 +19,8 @@ AS_SET = "as set"
 
 
 def training_page(view: WizardView, width: int, cursor: int = 0) -> Content:
-    """Draw a line for each setting under the headings of their groups; where the screen is high
-    the reasons in full, else that of the chosen one below."""
+    """Draw a line for each setting under the headings of their groups, with all reasons where they
+    fit, else the chosen one's below."""
     keys = view.key("wizard_value_before", "wizard_value_after")
     hint = f"{keys} change, {view.key('wizard_edit')} types a value"
     lines = [drawing.heading("Training settings", hint, width)]
@@ -42,7 +42,8 @@ def training_page(view: WizardView, width: int, cursor: int = 0) -> Content:
 
 
 def value_and_reason(view: WizardView, row: SettingRow) -> tuple[str, str]:
-    """Return the run's value and why: as set, as the engine chose it, or what the setting is."""
+    """Return the run's value and why: set by the user, chosen by the engine, or the setting's
+    help."""
     settings, plan = view.answers.settings, view.plan.value
     about, choice = declared(row).help, _choice(plan, row.key)
     if row.key in settings:
@@ -75,7 +76,7 @@ def _choice(plan: PlanAnswer | None, key: str) -> tuple[str, str] | None:
 
 
 def _changed(plan: PlanAnswer | None) -> dict[str, Any]:
-    """Return what the planned configuration sets, such as the demo's own values."""
+    """Return the settings of the planned configuration, such as the demo's own values."""
     return {one.key: one.value for one in plan.settings if one.changed} if plan else {}
 
 

@@ -74,7 +74,7 @@ class WizardView:
 
     @property
     def machine_lines(self) -> tuple[str, ...]:
-        """This machine in a few words, or that it is being measured."""
+        """Describe this machine in a few words, or say that it is being measured."""
         if self.probe.value is not None:
             return tuple(machine_lines(self.probe.value))
         if self.probe.refusal is not None:

@@ -49,7 +49,7 @@ class AskingStep(WizardStep, can_focus=True):
 
     @property
     def walked(self) -> int:
-        """How many lines the cursor walks over."""
+        """Return how many lines the cursor walks over."""
         return 0
 
     def compose(self) -> ComposeResult:
@@ -65,20 +65,21 @@ class AskingStep(WizardStep, can_focus=True):
         self.focus()
 
     def leave(self) -> bool:
-        """Escape closes the field and keeps what was set before."""
+        """Close the field on Escape and keep its earlier value."""
         was_open = self.asks
         self._close()
         return was_open
 
     @property
     def asks(self) -> bool:
-        """Whether the field is open."""
+        """Return whether the field is open."""
         return bool(self.query_one("#asked").display)
 
     # --- settings -----------------------------------------------------------------------------
 
     def action_ask(self, key: str) -> None:
-        """Open the field of a setting, or take its next choice; none where the method lacks it."""
+        """Open the field of a setting, or take its next choice; nothing where the
+        method lacks it."""
         row = BY_KEY[key]
         if self.view.answers.method not in row.methods:
             return
@@ -104,14 +105,15 @@ class AskingStep(WizardStep, can_focus=True):
         self.show(self.view)
 
     def take_enter(self) -> bool:
-        """Read what is in the field, if it is open; False if Enter is for the page."""
+        """Read the open field; False if Enter is for the page."""
         if self.asks:
             self._read(self._box.value)
             return True
         return False
 
     def on_key(self, event: events.Key) -> None:
-        """Open the field by typing a value; keys that come before it has the focus are its own."""
+        """Open the field when a value is typed; keys that arrive before the field has the focus
+        are inserted."""
         box, character = self._box, event.character or ""
         if box.has_focus or not event.is_printable or not character:
             return
@@ -127,7 +129,7 @@ class AskingStep(WizardStep, can_focus=True):
 
     @property
     def under_cursor(self) -> SettingRow | None:
-        """The setting under the cursor, where the cursor walks over settings."""
+        """Return the setting under the cursor, where it walks over settings."""
         return None
 
     @on(Input.Changed)
@@ -183,7 +185,7 @@ class AskingStep(WizardStep, can_focus=True):
         self.call_after_refresh(self._keep_in_sight)
 
     def show(self, view: WizardView) -> None:
-        """Draw this."""
+        """Draw this view."""
         super().show(view)
         self._cursor = max(0, min(self.walked - 1, self._cursor))
 

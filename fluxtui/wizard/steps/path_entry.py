@@ -13,9 +13,10 @@ from fluxtui.wizard.steps.paths import PathSuggester, completions, stem_of
 
 
 class PathEntry(PrintableInput):
-    """Tab completes as far as names agree; pressed again it goes through them, one after the other.
+    """A field in which Tab completes a path as far as names agree; pressed again it goes through
+    the matches.
 
-    Where nothing begins so, Tab goes to the next field.
+    Where nothing matches, Tab goes to the next field.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = own_bindings(("wizard_complete",))
@@ -29,7 +30,7 @@ class PathEntry(PrintableInput):
 
     @property
     def completes(self) -> bool:
-        """Whether the text is a path, which is completed."""
+        """Return whether the text is a path to complete."""
         return self.suggester is not None
 
     @completes.setter
@@ -37,7 +38,7 @@ class PathEntry(PrintableInput):
         self.suggester = self._suggester_of_paths if on else None
 
     async def action_complete(self) -> None:
-        """Complete the path, or take the next name that begins so."""
+        """Complete the path, or take the next matching name."""
         value = self.value
         if value in self._offered:
             at = self._offered.index(value) + 1

@@ -21,7 +21,7 @@ from fluxtui.wizard.steps.widgets import Drawn
 
 
 class TrainingStep(AskingStep, can_focus=True):
-    """Walks the settings with ↑ ↓, turns one with ← →; what is typed opens its field."""
+    """Walks the settings with ↑ ↓, turns one with ← →; typing opens the field of a setting."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         *own_bindings(
@@ -41,12 +41,12 @@ class TrainingStep(AskingStep, can_focus=True):
 
     @property
     def walked(self) -> int:
-        """How many lines the cursor walks over."""
+        """Return how many lines the cursor walks over."""
         return len(self.ROWS)
 
     @property
     def under_cursor(self) -> SettingRow:
-        """The setting under the cursor."""
+        """Return the setting under the cursor."""
         return self.ROWS[self._cursor]
 
     def action_turn_value(self, offset: int) -> None:
@@ -61,7 +61,7 @@ class TrainingStep(AskingStep, can_focus=True):
         self.answer({self.under_cursor.key: None})
 
     def action_edit(self) -> None:
-        """Open the field with what is set."""
+        """Open the field with the present value."""
         row = self.under_cursor
         self.open(row, value_text(self.view.answers.settings.get(row.key)))
 
@@ -101,7 +101,7 @@ class StrategyStep(AskingStep, can_focus=True):
 
     @property
     def walked(self) -> int:
-        """How many lines the cursor walks over."""
+        """Return how many lines the cursor walks over."""
         plan = self.view.plan.value
         return len(plan.choices) if plan else 0
 
@@ -130,7 +130,7 @@ class StrategyStep(AskingStep, can_focus=True):
 
 
 class MethodStep(AskingStep, can_focus=True):
-    """Chooses with ← →, and sets what belongs to adapters with their letters."""
+    """Chooses with ← →, and sets adapters' settings with their letters."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         *own_bindings(("wizard_method_before", "wizard_method_after", "wizard_again")),

@@ -24,7 +24,7 @@ from fluxtui.wizard.steps.widgets import ChoiceList, Drawn
 
 
 class SourceStep(WizardStep):
-    """Asks a `SourceQuestion`, and shows what was found."""
+    """Asks a `SourceQuestion`, and shows the facts about the answer."""
 
     DEFAULT_CSS = """
     SourceStep Input {
@@ -41,7 +41,7 @@ class SourceStep(WizardStep):
     ]
 
     def __init__(self, question: SourceQuestion, below: DrawPage) -> None:
-        """Draw with `below` what was found about the answer."""
+        """Draw the facts about the answer with `below`."""
         super().__init__(question.step)
         self._question = question
         self._below = below
@@ -62,7 +62,7 @@ class SourceStep(WizardStep):
         self.readings.display = False
 
     def show(self, view: WizardView) -> None:
-        """Draw this; the text fields keep what is in them (see `fill`)."""
+        """Draw this view; the text fields keep their text (see `fill`)."""
         source = getattr(view.answers, self._question.source)
         self.query_one(f"#{self._question.step}-choices", ChoiceList).show(source)
         for option, field in self._question.fields.items():
@@ -101,7 +101,7 @@ class SourceStep(WizardStep):
 
     @property
     def open_input(self) -> Input | None:
-        """The text field of the present choice, if it has one."""
+        """Return the text field of the present choice, if it has one."""
         typed = (field for field in self._question.fields.values() if field.kind != "list")
         boxes = (self.query_one(f"#{field.name}-input", Input) for field in typed)
         return next((box for box in boxes if box.display), None)
@@ -112,7 +112,7 @@ class SourceStep(WizardStep):
 
     @property
     def readings(self) -> ChoiceList:
-        """The ways to read the data's columns, where these are not clear."""
+        """Return the ways to read the data's columns, where several are possible."""
         return self.query_one(f"#{self._question.step}-readings", ChoiceList)
 
     def action_pick(self, offset: int) -> None:

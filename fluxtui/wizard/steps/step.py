@@ -22,7 +22,8 @@ DrawPage = Callable[[WizardView, int], Content]
 
 
 class AnswersChanged(Message):
-    """The user changed these answers, on this page: fields, or settings by their dotted keys."""
+    """Posted when the user changed answers on this page: fields, or settings by their
+    dotted keys."""
 
     def __init__(self, changes: Mapping[str, Any], page: StepName | None = None) -> None:
         super().__init__()
@@ -31,7 +32,7 @@ class AnswersChanged(Message):
 
 
 class Wished(Message):
-    """The user asks for an action that is no answer."""
+    """Posted when the user asks for an action that is no answer."""
 
     def __init__(self, wish: Wish) -> None:
         super().__init__()
@@ -54,7 +55,7 @@ class WizardStep(VerticalScroll, can_focus=False):
         self.view = WizardView()
 
     def show(self, view: WizardView) -> None:
-        """Draw this."""
+        """Draw this view."""
         self.view = view
         for drawn in self.query(Drawn):
             drawn.refresh(layout=True)
@@ -63,7 +64,7 @@ class WizardStep(VerticalScroll, can_focus=False):
         """Put the focus where the first key press is wanted."""
 
     def answer(self, changes: Mapping[str, Any]) -> None:
-        """Say what the user changed here."""
+        """Post the user's changes."""
         self.post_message(AnswersChanged(changes, self.name_of_step))
 
     def insert_late(self, box: Input, character: str) -> None:
@@ -78,12 +79,12 @@ class WizardStep(VerticalScroll, can_focus=False):
         self.typed_at += 1
 
     def leave(self) -> bool:
-        """Escape was pressed: True when it was for something inside this page."""
+        """Handle Escape; return True when it was for something inside this page."""
         return False
 
 
 class LaunchStep(WizardStep, can_focus=True):
-    """The last page, which is only drawn; its keys say wishes, and it scrolls."""
+    """The last page: it draws, scrolls, and posts the user's actions."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         *own_bindings(("list_up", "list_down"), list_up="scroll_up", list_down="scroll_down"),
@@ -106,5 +107,5 @@ class LaunchStep(WizardStep, can_focus=True):
         self.post_message(Wished("plan"))
 
     def action_wish(self, wish: Wish) -> None:
-        """Say what the user wants."""
+        """Post the user's action."""
         self.post_message(Wished(wish))

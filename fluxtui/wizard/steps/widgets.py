@@ -33,7 +33,7 @@ def shown(content: Content) -> Content:
 
 
 class Drawn(Widget):
-    """Text drawn for the width it gets; as high as what is drawn."""
+    """Text drawn for the width it gets, and as high as its lines."""
 
     DEFAULT_CSS = "Drawn { height: auto; width: 1fr; }"
 
@@ -42,12 +42,12 @@ class Drawn(Widget):
         self._draw: Draw = draw or (lambda width: Content(""))
 
     def show(self, draw: Draw) -> None:
-        """Draw this from now on."""
+        """Draw with this function from now on."""
         self._draw = draw
         self.refresh(layout=True)
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
-        """Number of lines at this width."""
+        """Return the number of lines at this width."""
         content = self._draw(width)
         return content.plain.count("\n") + 1 if content.plain else 0
 
@@ -64,7 +64,7 @@ class ChoiceList(Widget, can_focus=True):
     chosen: reactive[int] = reactive(0)
 
     class Chosen(Message):
-        """The user chose another line of this list."""
+        """Posted when the user chose another line of this list."""
 
         def __init__(self, choices: ChoiceList, option: ListOption) -> None:
             super().__init__()
@@ -80,12 +80,12 @@ class ChoiceList(Widget, can_focus=True):
         self._empty = empty
 
     def show(self, option_id: str) -> None:
-        """Choose the line with this id, without telling anybody; the first one if it is gone."""
+        """Choose the line with this id without posting it; the first one if it is gone."""
         ids = [option.id for option in self.options]
         self.chosen = ids.index(option_id) if option_id in ids else 0
 
     def offer(self, options: Sequence[ListOption]) -> None:
-        """Other lines to choose from."""
+        """Offer other lines to choose from."""
         self.options = tuple(options)
         self.chosen = min(self.chosen, max(0, len(self.options) - 1))
         self.refresh(layout=True)
@@ -95,10 +95,7 @@ class ChoiceList(Widget, can_focus=True):
         return max(1, len(self.options))
 
     def render(self) -> RenderResult:
-        """Draw at the present width.
-
-        One line each: what has no room there is cut.
-        """
+        """Draw at the present width, one line each; a longer line is cut."""
         if not self.options:
             return Content.styled(f"  {self._empty}", MUTED)
         room = max(MARK_CELLS, self.content_size.width - MARK_CELLS)

@@ -51,7 +51,7 @@ class StepFacts:
 
     @property
     def computing_s(self) -> float:
-        """Forward and backward without the waiting in them."""
+        """Return the seconds of forward and backward, without waiting."""
         return max(0.0, self.forward_s + self.backward_s - sum(self.stalls_s.values()))
 
     def stall_s(self, cause: str) -> float:
@@ -61,7 +61,7 @@ class StepFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """A run on one card, its settings and what was measured of its last steps."""
+    """A run on one card: its settings and the measurements of its last steps."""
 
     run: LiveRun
     settings: LiveSettings
@@ -118,8 +118,8 @@ def copied_bytes(facts: RunFacts, settings: LiveSettings) -> int:
 
 
 def modelled_step_s(facts: RunFacts) -> float | None:
-    """Predict the step as it is; None where that is far from what was measured, so that a
-    prediction of another step is worth nothing, or where rates are not known."""
+    """Predict the present step; None where rates are unknown, or where the prediction is too far
+    from the measurement to be of use."""
     if facts.rates is None:
         return None
     seconds = step_s_with(facts, facts.settings)
@@ -133,7 +133,7 @@ def step_s_with(facts: RunFacts, settings: LiveSettings) -> float:
 
 
 def share_of(facts: RunFacts, seconds: float) -> str:
-    """Word the share of the last steps that these seconds a step were."""
+    """Describe `seconds` a step as a share of the last steps."""
     return f"{seconds / facts.steps.step_s:.0%} of the last {facts.steps.count} steps"
 
 
@@ -155,7 +155,7 @@ class Advice:
 
     @property
     def how(self) -> str:
-        """What to change, in words."""
+        """Return what to change, in words."""
         return str(self.change) if self.change is not None else self.setting
 
 
@@ -167,7 +167,7 @@ def advise(facts: RunFacts) -> tuple[Advice, ...]:
 
 
 def promising(facts: RunFacts) -> list[Advice]:
-    """Return all advice that is worth saying, the best first."""
+    """Return all advice with enough gain, the best first."""
     found = [advice for rule in _RULES if (advice := rule(facts)) is not None]
     worth = [
         advice
@@ -228,8 +228,8 @@ def _device(facts: RunFacts) -> Advice | None:
 
 
 def _largest(facts: RunFacts, name: SettingName, most: int) -> tuple[Change, LiveSettings] | None:
-    """Return the largest value of a count that there is room for, and the settings with it; None
-    where that is no more than now."""
+    """Return the largest value of a count that fits in memory, and the settings with it; None
+    where it is no larger than now."""
     for count in range(most, facts.settings.value(name), -1):
         change = Change(name=name, value=count)
         if (settings := with_change(facts, change)) is not None:
@@ -291,7 +291,7 @@ def _chunk(facts: RunFacts) -> Advice | None:
 
 
 def _queued_late(facts: RunFacts) -> str:
-    """Begin a sentence with the GPU that waits for its work; "" where it hardly does."""
+    """Begin a sentence about a GPU that waits for its work; "" where it hardly does."""
     queued_s = facts.steps.queued_s
     if queued_s < BINDS_FROM * facts.steps.step_s:
         return ""
@@ -300,7 +300,7 @@ def _queued_late(facts: RunFacts) -> str:
 
 def _queue(facts: RunFacts) -> Advice | None:
     """Advise more rows a batch where the GPU gets its work too late although whole batches are
-    computed at once: as many operations, each larger."""
+    computed at once: as many operations then compute more rows."""
     settings, run, before = facts.settings, facts.run, modelled_step_s(facts)
     late = _queued_late(facts)
     if not late or before is None or settings.chunk_rows < run.batch_rows:
@@ -326,7 +326,7 @@ def _queue(facts: RunFacts) -> Advice | None:
 
 
 def _backward(facts: RunFacts) -> Advice | None:
-    """Advise to do without clipping, so that no update waits for the norm."""
+    """Advise turning clipping off, so that no update waits for the norm."""
     waited_s = facts.steps.stall_s("update")
     if not facts.clips or facts.passes != 1 or facts.run.facts.scales_its_loss:
         return None
@@ -366,7 +366,7 @@ def _rows(facts: RunFacts) -> Advice | None:
 
 
 def _data(facts: RunFacts) -> Advice | None:
-    """Advise to leave a core free where steps wait for their batches."""
+    """Advise leaving a core free where steps wait for their batches."""
     return Advice(
         id="data",
         because=f"{share_of(facts, facts.steps.data_s)} went into making batches, which takes one "
@@ -400,8 +400,8 @@ def _memory(facts: RunFacts) -> Advice | None:
 
 
 def redone(failed_chunk_rows: int, chunk_rows: int, share: float) -> Advice:
-    """Advise a smaller chunk for the next run, after chunks of `failed_chunk_rows` ran out of
-    device memory and `share` of the run's time went into steps that were done again."""
+    """Advise a smaller chunk for the next run: chunks of `failed_chunk_rows` ran out of device
+    memory, and `share` of the run's time went into repeated steps."""
     return Advice(
         id="redone",
         because=f"device memory ran out with chunks of {failed_chunk_rows} rows, and {share:.1%} "

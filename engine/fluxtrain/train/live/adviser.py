@@ -22,7 +22,7 @@ _SAME_GAIN = 0.05  # a prediction that moved less is the same advice
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What changes and advice need to know of a run as it begins."""
+    """What changes and advice need to know about a run at its start."""
 
     run: LiveRun
     passes: int  # backward passes a step
@@ -33,7 +33,7 @@ class Setup:
 
 
 class Adviser:
-    """Keeps the advice that holds, by id; announces what is new and what holds no more."""
+    """Keeps the valid advice, by id; announces new advice, and advice that no longer holds."""
 
     def __init__(self, setup: Setup, announcer: Announcer) -> None:
         self._setup = setup
@@ -51,16 +51,16 @@ class Adviser:
 
     @property
     def ids(self) -> list[str]:
-        """The ids of all advice that holds."""
+        """Return the ids of all advice that holds."""
         return list(self._given)
 
     def disproved(self, change: Change) -> None:
-        """Do not advise a change again, which was tried and gave too little."""
+        """Never advise a change again that was tried and gave too little."""
         self._disproved.add(change)
 
     def ran_out(self, failed_rows: int, lost_s: float, chunk_rows: int) -> None:
-        """Advise a smaller chunk for the next run, after device memory ran out with chunks of
-        `failed_rows`, `lost_s` into a step that is done again with `chunk_rows`."""
+        """Advise a smaller chunk for the next run. Device memory ran out with chunks of
+        `failed_rows`, `lost_s` into a step that is repeated with `chunk_rows`."""
         self._failed_chunk_rows = min(failed_rows, self._failed_chunk_rows or failed_rows)
         self._redone_s += lost_s
         self._hold(redone(self._failed_chunk_rows, chunk_rows, self._redone_share))
@@ -68,7 +68,7 @@ class Adviser:
     def look(
         self, run: LiveRun, steps: StepFacts, settings: LiveSettings, memory: MemoryInUse
     ) -> None:
-        """Judge the last steady steps anew."""
+        """Judge the last steady steps, and update the advice."""
         recorded = list(self._setup.lanes())[-steps.count :]
         if recorded:
             steps = replace(steps, queued_s=fmean(map(queued_s, recorded)))
@@ -98,7 +98,7 @@ class Adviser:
             self._announcer.emit(AdviceWithdrawn(id=advice_id))
 
     def _hold(self, advice: Advice) -> None:
-        """Announce advice, unless it was announced and has hardly changed."""
+        """Announce advice, unless it is already announced and has hardly changed."""
         if not _is_news(advice, self._given.get(advice.id)):
             return
         self._given[advice.id] = advice

@@ -26,10 +26,10 @@ _Placed = tuple[EngineCard, Slot]
 def apply_placement(context: Context, placement: Placement) -> None:
     """Give `context` this placement, between two steps and in the thread that drives it.
 
-    Groups move whose rows name other tiers than before; then blocks get the placement's slots,
-    activations and chunk. New memory is taken before any is given back: where it runs out, all
-    stays as it was, and DoesNotFit is raised. Blocks that stop being resident leave their slots to
-    streamed blocks, which takes no memory.
+    First groups move whose rows name other tiers than before; then blocks get the placement's
+    slots, activations and chunk. New memory is allocated before any is freed: where it runs out,
+    nothing changes and DoesNotFit is raised. Blocks that stop being resident leave their slots to
+    streamed blocks, which needs no memory.
     """
     check_groups(placement.groups, context.groups)
     check_rows(placement.groups, cards=len(context.cards))
@@ -85,7 +85,7 @@ def _waiting(placement: Placement) -> int:
 
 
 def _come_to_rest(context: Context) -> None:
-    """Wait until no copy is under way to or from memory that may be given back."""
+    """Wait until no copy is using memory that may be freed."""
     context.flush()  # copies may wait for updates
     for card in context.cards:
         card.window.drain()
@@ -97,7 +97,7 @@ def _come_to_rest(context: Context) -> None:
 
 
 def _tidy(context: Context, *, fewer_wait: bool) -> None:
-    """Free the memory of what has moved, and measure peaks anew. `fewer_wait`: fewer groups have
+    """Free the memory of moved groups, and measure peaks anew. `fewer_wait`: fewer groups have
     inputs on the host than before."""
     for group in context.groups:
         if group.rows is not None and group.is_on("device"):
@@ -123,7 +123,7 @@ def _remove(slots: list[_Placed]) -> None:
 
 
 def _owned(card: EngineCard, owners: list[Group], fresh: list[_Placed]) -> list[_Placed]:
-    """Give each of `owners` a slot of its own; return the slots that nobody owns now."""
+    """Give each of `owners` a slot of its own; return the slots left without an owner."""
     owned = {slot.owner: slot for slot in card.window.slots if slot.owner is not None}
     for group in owners:
         if group not in owned:
@@ -134,8 +134,8 @@ def _owned(card: EngineCard, owners: list[Group], fresh: list[_Placed]) -> list[
 def _shared(
     card: EngineCard, streamed: list[Group], count: int, fresh: list[_Placed], freed: list[_Placed]
 ) -> list[_Placed]:
-    """Bring the shared slots of the largest streamed block's size to `count`; return which of the
-    `freed` ones, whose owners own none now, are among them."""
+    """Make `count` shared slots of the largest streamed block's size; return the `freed` ones,
+    whose owners need none now, that became shared."""
     size_bytes, fitting = _fitting(card, streamed)
     missing = max(0, count - len(fitting))
     found = [one for one in freed if one[1].flat.nbytes == size_bytes][:missing]
@@ -145,7 +145,7 @@ def _shared(
 
 
 def _too_many(card: EngineCard, streamed: list[Group], count: int) -> list[_Placed]:
-    """Return the shared slots that are of another size, or more than `count`."""
+    """Return the shared slots of another size, and those above `count`."""
     added = [slot for slot in card.window.slots if slot.owner is None]
     _, fitting = _fitting(card, streamed)
     return [(card, slot) for slot in added if slot not in fitting[:count]]
@@ -159,6 +159,6 @@ def _fitting(card: EngineCard, streamed: list[Group]) -> tuple[int, list[Slot]]:
 
 
 def _give_back(context: Context) -> None:
-    """Return freed memory to the driver, so that what is reserved is what is used."""
+    """Return freed memory to the driver, so that reserved equals used."""
     if context.device.torch_device.type == "cuda":
         torch.cuda.empty_cache()

@@ -72,17 +72,17 @@ class AppliedChange:
 
     @property
     def value_before(self) -> int:
-        """The value of the setting before."""
+        """Return the value of the setting before the change."""
         return self.before.value(self.request.change.name)
 
     @property
     def back(self) -> Change:
-        """The change that undoes it."""
+        """Return the change that undoes this one."""
         return Change(name=self.request.change.name, value=self.value_before)
 
 
 class Measurement:
-    """Measures the newest change in steady steps, and tells what it was worth."""
+    """Measures the newest change in steady steps, and reports its gain."""
 
     def __init__(self, announcer: Announcer) -> None:
         self._announcer = announcer
@@ -92,7 +92,7 @@ class Measurement:
 
     @property
     def counted(self) -> int:
-        """Steady steps since that change."""
+        """Return the steady steps since that change."""
         return len(self._after_s)
 
     def begin(self, applied: AppliedChange, before_s: tuple[float, ...]) -> None:
@@ -110,7 +110,7 @@ class Measurement:
         return self.end(step)
 
     def end(self, step: int) -> Verdict | None:
-        """Tell what is known of the change so far; it is not measured any further."""
+        """Report what is known of the change so far, and stop measuring it."""
         applied, self.under_way = self.under_way, None
         if applied is None:
             return None
@@ -166,7 +166,7 @@ class SteadySteps:
         self._steps: deque[StepFinished] = deque(maxlen=STEPS)
 
     def disturb(self) -> None:
-        """Leave the next step out, because something else happens before it."""
+        """Leave the next step out of the measurement: something else runs before it."""
         self._skip = max(self._skip, 1)
 
     def took(self, step: StepFinished) -> bool:
@@ -191,11 +191,11 @@ class SteadySteps:
 
     @property
     def worth_a_look(self) -> bool:
-        """Whether there are enough steps, all of them new since the last look."""
+        """Return whether enough steps were counted, all of them since the last look."""
         return self._unseen >= STEPS
 
     def looked_at(self) -> StepFacts:
-        """Return the means of the steps, of which there must be some."""
+        """Return the means of the steps; at least one must have been counted."""
         self._unseen = 0
         steps = list(self._steps)
         causes = {cause for step in steps for cause in step.stalls_s}
@@ -250,13 +250,13 @@ class LiveChanges:
 
     @property
     def settings(self) -> LiveSettings:
-        """The settings in force."""
+        """Return the settings in force."""
         return replace(self._settings, chunk_rows=self._chunk_rows())
 
     # -- requests, in the thread of the control socket
 
     def ask(self, command: str, arguments: Mapping[str, Any]) -> tuple[bool, str]:
-        """Answer `apply` and `undo`; what is accepted is made after the step under way."""
+        """Answer `apply` and `undo`; an accepted change is made after the current step."""
         with self._lock:
             try:
                 if self._requests:
@@ -301,11 +301,11 @@ class LiveChanges:
 
     @property
     def waiting(self) -> bool:
-        """Whether a change waits for the end of the step."""
+        """Return whether a change waits for the end of the step."""
         return bool(self._requests)
 
     def carry_out(self, step: int, still: Callable[[], None]) -> None:
-        """Make the changes that wait, once `still` has waited until nothing reads the engine's
+        """Make the waiting changes, after `still` has waited until nothing reads the engine's
         memory."""
         with self._lock:
             requests, self._requests = self._requests, []
@@ -330,17 +330,17 @@ class LiveChanges:
                 self._adviser.look(self._run, steps, self.settings, memory)
 
     def disturbed(self) -> None:
-        """Leave the next step out of measurements, because something else happens before it."""
+        """Leave the next step out of measurements: something else runs before it."""
         with self._lock:
             self._steady.disturb()
 
     def make_room(
         self, step: int, lost_s: float, gpu: int | None = None, *, backward: bool = True
     ) -> str | None:
-        """Give something up after device memory ran out in the step after `step`, so that it can be
-        done again, and say what; None when nothing is left.
+        """Give up one thing after device memory ran out in the step after `step`, so that it can
+        be repeated; return what, or None when nothing is left.
 
-        lost_s: how long after its beginning; gpu: where, as torch counts.
+        lost_s: seconds since the step began; gpu: the card that ran out, by torch's number.
         """
         with self._lock:
             now = self.settings
@@ -360,14 +360,14 @@ class LiveChanges:
             return str(fallback)
 
     def finish(self, step: int) -> None:
-        """Tell, at the end of the run, what a change under measurement was worth so far."""
+        """Report, at the end of the run, the gain so far of a change under measurement."""
         with self._lock:
             self._measurement.end(step)
 
     # -- inside
 
     def _falls_back(self, now: LiveSettings, fallback: FallbackStep) -> bool:
-        """Apply a fallback; return whether the host has room for what leaves the device."""
+        """Apply a fallback; return False where the host has no room for what leaves the device."""
         try:
             refuse_without_host_room(self._run, now, fallback.settings, self._memory())
             self._put_in_force(fallback.settings)
@@ -383,7 +383,7 @@ class LiveChanges:
         self._settings, self._peak_is_known = new, False
 
     def _take_back(self, applied: AppliedChange) -> None:
-        """Undo advice that was wrong, and do not give it again."""
+        """Undo advice that was wrong, and never give it again."""
         self._adviser.disproved(applied.request.change)
         if all(request.why != "undo" for request in self._requests):
             self._requests.insert(0, ChangeRequest(change=applied.back, why="wrong"))
@@ -415,7 +415,7 @@ class LiveChanges:
         self._steady.restart()
 
     def _settings_after(self, request: ChangeRequest) -> LiveSettings:
-        """Return the settings that a request leads to; raises where they cannot be."""
+        """Return the settings after a request; raises where they are impossible."""
         now, memory = self.settings, self._known_memory()
         if request.why not in ("undo", "wrong"):
             return settings_after(self._run, now, request.change, memory)

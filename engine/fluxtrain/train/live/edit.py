@@ -22,7 +22,7 @@ _Rows = list[GroupPlacement]
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryInUse:
-    """What is known about memory now; None is not known."""
+    """Memory in use now; None is not known."""
 
     device_peak_bytes: tuple[int, ...] | None = None  # measured on each card; None: as predicted
     host_available_bytes: int | None = None
@@ -43,8 +43,8 @@ def settings_after(
 
 
 def changed(run: LiveRun, now: LiveSettings, change: Change) -> LiveSettings:
-    """Return the settings with `change` made, whether there is room or not. Raises BadInput for a
-    value that cannot be."""
+    """Return the settings with `change` made, whether they fit or not. Raises BadInput for an
+    impossible value."""
     _check_range(run, now, change)
     if change.name == "chunk_rows":
         new = replace(now, chunk_rows=change.value)
@@ -60,7 +60,8 @@ def changed(run: LiveRun, now: LiveSettings, change: Change) -> LiveSettings:
 def with_count(
     run: LiveRun, settings: LiveSettings, card: int, name: SettingName, count: int
 ) -> LiveSettings:
-    """Return the settings with another count on one card, and what that leaves of the others."""
+    """Return the settings with another count on one card, and with its other counts as far as they
+    stay possible."""
     rows = settings.on_card(card)
     resident = count_of(rows, "resident_blocks")
     kept = count_of(rows, "blocks_without_recompute")
@@ -80,7 +81,7 @@ def with_count(
 
 
 def _spread(run: LiveRun, now: LiveSettings, change: Change) -> LiveSettings:
-    """Return the settings with a count changed by one row after the other."""
+    """Return the settings with a count over all cards changed row by row."""
     name, new = change.name, now
     if run.cards == 1:
         return with_count(run, now, 0, name, change.value)
@@ -137,8 +138,8 @@ def _with_resident(rows: Sequence[GroupPlacement], chosen: Iterable[GroupPlaceme
 def _with_activations(
     rows: Sequence[GroupPlacement], kept: int, offloads: bool, staying: int
 ) -> _Rows:
-    """Let the first `kept` blocks that can keep their activations; of the others the inputs wait on
-    the device, or where they are offloaded those of the last `staying` blocks."""
+    """Let the first `kept` blocks that can keep their activations. The inputs of other blocks stay
+    on the device; where inputs are offloaded, only those of the last `staying` blocks do."""
     keeping = [at for at, row in enumerate(rows) if _can_keep(row)][:kept]
     others = [at for at, row in enumerate(rows) if row.kind == "block" and at not in keeping]
     first = 0 if not offloads else [*others[-staying:], len(rows)][0] if staying else len(rows)
@@ -154,13 +155,14 @@ def _with_activations(
 
 
 def _can_keep(row: GroupPlacement) -> bool:
-    """Return whether a block's weights stay on the device, where saved activations use them."""
+    """Return whether a block's weights stay on the device, where saved activations
+    refer to them."""
     return row.kind == "block" and (row.resident or row.weights == "device")
 
 
 def _inputs_give_way(run: LiveRun, settings: LiveSettings, card: int) -> LiveSettings:
-    """Send inputs of blocks to the host, beside those that wait there, until the card takes no more
-    than was planned: they have what everything else leaves. They come back when it leaves more."""
+    """Offload inputs of further blocks until the card takes no more than was planned: inputs get
+    the memory that everything else leaves. They come back when more is left."""
     rows = settings.on_card(card)
     if not offloads_inputs(rows):
         return settings

@@ -30,8 +30,8 @@ from fluxtrain.train.live.settings import LiveSettings, count_of
 
 @dataclass(frozen=True)
 class LiveRun:
-    """A run whose settings may change; `placement` is the one it started with, or the one it was
-    left with when memory ran out."""
+    """A run whose settings may change. `placement` is its first one, or the one it had to fall
+    back to when memory ran out."""
 
     facts: ModelFacts
     placement: Placement
@@ -39,22 +39,22 @@ class LiveRun:
 
     @property
     def cards(self) -> int:
-        """How many cards compute."""
+        """Return the number of cards that compute."""
         return len(self.placement.cards)
 
     @property
     def batch_rows(self) -> int:
-        """Rows of a backward pass."""
+        """Return the rows of a backward pass."""
         return self.placement.batch_rows
 
     @property
     def streams(self) -> bool:
-        """Whether the strategy is one that streams blocks."""
+        """Return whether the strategy streams blocks."""
         return self.placement.offload in ("weights", "max")
 
     @cached_property
     def planned(self) -> LiveSettings:
-        """The settings of `placement`."""
+        """Return the settings of `placement`."""
         slots = [self.placement.slots_of(card) for card in range(self.cards)]
         rows = self.placement.groups
         most = max(2, *slots)
@@ -67,7 +67,7 @@ class LiveRun:
         )
 
     def card_at(self, index: int | None) -> int | None:
-        """Return the card that torch counts as `index`; where one computes it is that one."""
+        """Return the card that torch counts as `index`; with a single card always that one."""
         if self.cards == 1:
             return 0
         indices = [card.index for card in self.placement.cards]
@@ -80,11 +80,11 @@ class LiveRun:
     # -- which rows come first
 
     def first_on_device(self, rows: Sequence[GroupPlacement], count: int) -> list[GroupPlacement]:
-        """Return the `count` rows of a card that live on the device before the others do."""
+        """Return the `count` rows of a card that are first to live on the device."""
         return list(parted(rows, count, self.placement.layout.device_first)[0])
 
     def first_resident(self, blocks: Sequence[GroupPlacement], count: int) -> list[GroupPlacement]:
-        """Return the `count` blocks of a card's host blocks that are resident before the others."""
+        """Return the `count` of a card's host blocks that are first to be resident."""
         return spread_out(blocks, count)[0]
 
     # -- predictions
@@ -104,8 +104,8 @@ class LiveRun:
         return self.need(settings).host_bytes
 
     def inputs_with_room(self, settings: LiveSettings, card: int, most: int) -> int:
-        """Return of how many last blocks, `most` at most, the inputs stay on a card beside those
-        that wait on the host, so that it takes no more than was planned."""
+        """Return the number of last blocks, `most` at most, whose inputs can stay on a card so
+        that it takes no more than was planned."""
         limit = self._planned_needs[card].device_bytes
         layout = self._layout(settings, card)
         found = left_on_device(self._share(card), layout, limit, most=most, has_gpu=self.has_gpu)
@@ -162,11 +162,11 @@ class LiveRun:
     # -- counts of rows, for the planner
 
     def _growth(self, settings: LiveSettings, card: int) -> dict[str, int]:
-        """Return by how much a card's part takes more than as planned."""
+        """Return how many bytes more than planned a card's share takes."""
         return _growth(self._need_of(settings, card), self._planned_needs[card])
 
     def _shown_growth(self, settings: LiveSettings, card: int) -> int:
-        """Return the same of what is told and measured of a card."""
+        """Return `_growth` as users see it and as it is measured."""
         now, before = self._need_of(settings, card), self._planned_needs[card]
         has_gpu = self.has_gpu
         return now.shown_device_bytes(has_gpu=has_gpu) - before.shown_device_bytes(has_gpu=has_gpu)

@@ -42,10 +42,13 @@ class FallbackStep:
 def fallback_steps(
     run: LiveRun, now: LiveSettings, index: int | None = None, *, backward: bool = True
 ) -> Iterator[FallbackStep]:
-    """Yield what can be given up on the card that torch counts as `index`, first what costs least:
-    where there is a backward pass, that block inputs wait on the device and then half of the kept
-    activations; half of the chunk, half of the resident blocks, half of the groups on the device.
-    Of several cards the chunk goes last: all compute with it, and it changes bits."""
+    """Yield the settings that can be given up on the card that torch counts as `index`, the
+    cheapest first.
+
+    With a backward pass: block inputs on the device, then half of the kept activations. Then half
+    of the chunk, half of the resident blocks, half of the groups on the device. With several cards
+    the chunk goes last: all compute with it, and it changes bits.
+    """
     card = run.card_at(index)
     one: list[Iterator[FallbackStep]] = []
     if card is not None:
@@ -105,8 +108,8 @@ def _step(
 def out_of_memory(
     context: TrainingEngine, step: int, error: BaseException, last: str
 ) -> DoesNotFit:
-    """Return the end of a run that has nothing left to give up in the step after `step`, with what
-    helps; `last` says which checkpoint there is."""
+    """Return the error of a run that has nothing left to give up in the step after `step`, with a
+    cure; `last` names the newest checkpoint."""
     chunk_rows = context.chunk_rows
     cures = (
         "set a smaller placement.chunk_rows" if chunk_rows > 1 else "",

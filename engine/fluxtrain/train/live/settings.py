@@ -53,7 +53,7 @@ class LiveSettings:
 
     @property
     def prefetch(self) -> int:
-        """Blocks copied ahead, where enough of them stream."""
+        """Return the number of blocks copied ahead, where enough of them stream."""
         return max(1, max(self.slots) - 1)
 
     def value(self, name: SettingName) -> int:

@@ -39,8 +39,8 @@ def live_changes(
     lanes: Callable[[], Sequence[StepLanes]] = tuple,
     run_times: float = 1.0,
 ) -> LiveChanges:
-    """Return what lets a placed and wrapped run change; `rates` and `run_times` as the plan has
-    them, `lanes` those of the last steps."""
+    """Return the object that changes a placed and wrapped run. `rates` and `run_times` are the
+    plan's, `lanes` those of the last steps."""
     has_gpu = engine.device.torch_device.type == "cuda"
     layout = replace(placement.layout, chunk_rows=engine.chunk_rows)
     run = LiveRun(facts, replace(placement, layout=layout), has_gpu)
@@ -63,7 +63,7 @@ def live_changes(
 
 
 def promise_of(setup: Setup, run: LiveRun, settings: LiveSettings) -> Promise:
-    """Predict what the run takes with `settings`."""
+    """Predict the memory and seconds of the run with `settings`."""
     placement = run.placement_with(settings)
     promise = Promise(
         device_bytes=placement.need.shown_device_bytes(has_gpu=run.has_gpu),
