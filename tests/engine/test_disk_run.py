@@ -7,18 +7,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from fluxtrain.config.schema import load_config
+from fluxtrain.config.schema import demo_config, load_config
 from fluxtrain.core.device import disk
 from fluxtrain.core.device.disk import WeightsFile
 from fluxtrain.core.quantization.packed_cache import cache_folder
 from fluxtrain.errors import BadInput, Interrupted, ReadFailed
 from fluxtrain.events import events as ev
 from fluxtrain.events.journal import read_events
+from fluxtrain.machine.disk import read_disk
 from fluxtrain.plan import states
+from fluxtrain.plan.facts import GroupFacts, ModelFacts
 from fluxtrain.plan.placement import Placement
 from fluxtrain.train.checkpoint.recovery import locate
 from fluxtrain.train.loop import TrainingLoop
@@ -132,3 +135,26 @@ def test_without_the_cache_weights_on_disk_are_refused(
     config = run_config(model__dtype="bf16", train__steps=1)
     with pytest.raises(BadInput, match=r"model\.packed_cache=true"):
         run(config, tmp_path / "run", *METHODS["qlora"], "model.packed_cache=false")
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "unusable", "on_network"),
+    [
+        (["method.name=qlora"], "ext4", "", False),
+        (["method.name=lora"], "nfs4", "", True),
+        (["method.name=qlora"], "tmpfs", "is in memory itself", False),
+        (["method.name=qlora", "model.packed_cache=false"], "ext4", "packed_cache=true", False),
+    ],
+)
+def test_where_frozen_weights_may_live(
+    monkeypatch: pytest.MonkeyPatch, given: list[str], kind: str, unusable: str, on_network: bool
+) -> None:
+    seen = read_disk(Path("/"))
+    found = msgspec.structs.replace(seen, in_memory=kind == "tmpfs", on_network=kind == "nfs4")
+    monkeypatch.setattr(placing, "read_disk", lambda _: found)
+    block = GroupFacts(name="0", kind="block", weight_bytes=9, frozen=4, file_bytes=8)
+    home = placing.disk_home(demo_config(given), ModelFacts(groups=(block,)), None, here=True)
+    assert home is not None and home.on_network is on_network
+    assert unusable in home.unusable and bool(home.unusable) is bool(unusable)
+    full = ModelFacts(groups=(replace(block, file_bytes=0),))
+    assert placing.disk_home(demo_config(), full, None, here=True) is None

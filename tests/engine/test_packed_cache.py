@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fluxtrain.core.quantization import packed_cache
 from fluxtrain.core.quantization.packed_cache import PackedCache, cache_key
+from fluxtrain.errors import NoSpace
 
 SIZES = {"blocks.0": 70_001, "blocks.1": 3, "blocks.2": 4096, "head": 200_000}
 KEY = "0123456789abcdef"
@@ -174,6 +175,17 @@ def test_a_disk_that_is_too_full_is_told_before_anything_is_written(
     assert start(tmp_path, said) == list(SIZES)
     assert len(said) == 1 and "0.0 GiB free" in said[0]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_without_room_for_what_must_live_there_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(tmp_path)
+    monkeypatch.setattr(packed_cache, "free_bytes", lambda _: 2 << 20)
+    PackedCache(KEY, SIZES, pytest.fail, tmp_path, homes=list(SIZES))  # they are there already
+    with pytest.raises(NoSpace, match=r"must live on disk.*0\.0 GiB free.*XDG_CACHE_HOME"):
+        PackedCache("other", SIZES, pytest.fail, tmp_path, homes=["head"])
+    assert [path.name for path in tmp_path.iterdir()] == [KEY]
 
 
 def test_what_a_killed_start_was_writing_is_removed_after_an_hour(tmp_path: Path) -> None:

@@ -19,7 +19,9 @@ BLOCKS = 8
 
 
 def group(name: str, weight_bytes: int, *, trained: bool = True) -> GroupFacts:
+    frozen = name.startswith("layer") and not trained
     return GroupFacts(
+        file_bytes=weight_bytes if frozen else 0,
         name=name,
         kind="block" if name.startswith("layer") else "edge",
         weight_bytes=weight_bytes,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fluxtrain.errors import BadInput, DoesNotFit
-from fluxtrain.train.live.edit import MemoryInUse, settings_after
+from fluxtrain.train.live.edit import MemoryInUse, changed, settings_after
 from fluxtrain.train.live.settings import LIVE_SETTINGS, Change, parse_change
 from fluxtrain.units import GIB, MIB
 from tests.live_settings import settings_with
@@ -136,3 +136,15 @@ def test_an_accepted_change_never_exceeds_the_budget(
     need = on.device_bytes(new, 0)
     assert need <= budget or need <= on.device_bytes(now, 0)
     assert new.value(change.name) == change.value
+
+
+def test_blocks_that_leave_the_device_go_back_to_their_files() -> None:
+    run = ground(trained=False, disk_groups=5)
+    planned = {row.name for row in run.planned.rows if row.weights == "disk"}
+    assert len(planned) == 5
+    more = changed(run, run.planned, Change(name="device_groups", value=6))
+    there = {row.name for row in more.rows if row.weights == "disk"}
+    assert there < planned and run.host_bytes(more) <= run.host_bytes(run.planned)
+    less = changed(run, more, Change(name="device_groups", value=0))
+    assert {row.name for row in less.rows if row.weights == "disk"} == planned
+    assert run.host_bytes(less) == run.host_bytes(run.planned)

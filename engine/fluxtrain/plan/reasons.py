@@ -351,7 +351,7 @@ def _disk_choice(best: Option) -> tuple[ChoiceMade, ...]:
     if home.read_bytes_per_s:
         seconds = duration_text(read / home.read_bytes_per_s)
         costs += f", which takes {seconds} of each step at the {rate_text(home.read_bytes_per_s)} "
-        costs += "that the disk of the runs was measured to read"
+        costs += "that the disk was measured to read"
     network = "; it is mounted over the network, which others share" if home.on_network else ""
     because = (
         f"the host may give {bytes_text(limit)} and would need {bytes_text(held)}: these "

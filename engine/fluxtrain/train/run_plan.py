@@ -28,6 +28,7 @@ from fluxtrain.train.placing.placing import (
     loaded_bytes,
     model_facts_for,
     optimizer_in_backward,
+    with_disk_rate,
 )
 from fluxtrain.train.placing.preflight import copied_now, refuse_what_does_not_fit
 from fluxtrain.train.placing.snapshot import Snapshot, snapshot_of
@@ -118,6 +119,7 @@ def plan_run(
     # libraries and data are in memory by now; pages of the model's files count as available
     copied = copied_now(loaded)
     machine = as_it_is_now(machine, copied.weights_bytes - to_come)
+    constants = with_disk_rate(constants, config, measured, machine)
     placement = decide(
         config,
         measured,

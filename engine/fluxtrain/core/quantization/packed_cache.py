@@ -25,7 +25,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -61,11 +61,18 @@ class PackedCache:
     """The packed groups of one model on disk. One thread may use it."""
 
     def __init__(
-        self, key: str, groups: Mapping[str, int], say: Say, folder: Path | None = None
+        self,
+        key: str,
+        groups: Mapping[str, int],
+        say: Say,
+        folder: Path | None = None,
+        *,
+        homes: Iterable[str] = (),
     ) -> None:
         """Open the model `key`, with groups of these names and sizes in bytes.
 
-        say: called with each sentence for the user. folder: `cache_folder()` by default.
+        say: called with each sentence for the user. folder: `cache_folder()` by default. homes:
+        the groups that live in their files. Raises NoSpace where the disk has no room for these.
         """
         self._folder = (folder or cache_folder()) / key
         self._paths = {name: self._folder / f"{at}.packed" for at, name in enumerate(groups)}
@@ -77,10 +84,8 @@ class PackedCache:
         self._writes: list[Future[None]] = []
         self._written: list[Path] = []
         self._homes: list[Path] = []  # that this start has written
-        try:
-            self._writable = self._has_room()
-        except OSError:  # writing will tell
-            self._writable = True
+        self._writable: bool | None = None  # not looked at yet
+        self._refuse_without_room(list(homes))
 
     def read_into(self, name: str, out: Tensor) -> bool:
         """Read a group into out (bytes,) uint8 on the host, page-locked or not, and check it.
@@ -107,6 +112,11 @@ class PackedCache:
         `packed` must not change before the end of the `with` block.
         """
         assert packed.nbytes == self._sizes[name], (name, packed.nbytes)
+        if self._writable is None:
+            try:
+                self._writable = self._has_room()
+            except OSError:  # writing will tell
+                self._writable = True
         self._writes.append(self._writer.submit(self._write, self._paths[name], packed))
 
     def home_of(self, name: str, stored: Tensor | None) -> Path:
@@ -147,20 +157,40 @@ class PackedCache:
             if not write.cancelled():
                 write.result()
 
+    def _room(self, names: Iterable[str]) -> tuple[int, int | None]:
+        """Return the bytes of the groups that are not there, with what is to be left free, and what
+        is free."""
+        missing = sum(self._sizes[name] for name in names if not self._paths[name].exists())
+        need = missing + _LEFT_FREE_BYTES if missing else 0
+        return need, free_bytes(self._folder.parent)
+
     def _has_room(self) -> bool:
         """Tell whether the disk has room for the groups that are not there; say so if not."""
-        missing = sum(self._sizes[name] for name, path in self._paths.items() if not path.exists())
-        folder = self._folder.parent
-        free = free_bytes(folder)
-        if not missing or free is None or missing + _LEFT_FREE_BYTES <= free:
+        need, free = self._room(self._paths)
+        if free is None or need <= free:
             return True
-        others = sum(path.stat().st_size for path in folder.rglob("*.packed"))
         self._say(
-            f"no packed model is kept: it takes {missing / GIB:.1f} GiB and {folder} has "
-            f"{free / GIB:.1f} GiB free (packed models there take {others / GIB:.1f} GiB: "
-            "delete those that you no longer need); the next start packs again"
+            f"no packed model is kept: it takes {need / GIB:.1f} GiB with what is left free, and "
+            f"{self._lack(free)}; the next start packs again"
         )
         return False
+
+    def _refuse_without_room(self, homes: Sequence[str]) -> None:
+        need, free = self._room(homes)
+        if free is not None and need > free:
+            raise NoSpace(
+                f"frozen weights that the host does not hold must live on disk; they take "
+                f"{need / GIB:.1f} GiB with what is left free, and {self._lack(free)}, or set "
+                "XDG_CACHE_HOME to a folder on another disk"
+            )
+
+    def _lack(self, free: int) -> str:
+        folder = self._folder.parent
+        others = sum(path.stat().st_size for path in folder.rglob("*.packed"))
+        return (
+            f"{folder} has {free / GIB:.1f} GiB free (packed models there take "
+            f"{others / GIB:.1f} GiB: delete those that you no longer need)"
+        )
 
     def _read(self, fd: int, into: Tensor) -> bytes:
         """Read a group from an open file, and return the checksum of what was read."""

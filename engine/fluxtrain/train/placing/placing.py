@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -33,6 +35,7 @@ from fluxtrain.machine.disk import read_disk
 from fluxtrain.machine.gpu import Gpus, check_accelerator
 from fluxtrain.machine.machine import read_machine
 from fluxtrain.measure.measured_constants import Constants
+from fluxtrain.measure.probe.disk_rate import disk_rates
 from fluxtrain.methods.method import method_of
 from fluxtrain.models.loading import LoadedModel
 from fluxtrain.models.precision import Capability, Precision
@@ -57,6 +60,9 @@ from fluxtrain.units import GIB
 if TYPE_CHECKING:
     from fluxtrain.core.memory.group import Group
     from fluxtrain.core.wrap.engine import Engine
+
+
+SURELY_HELD = 0.7  # of the free host memory: a model that takes less has no weights on disk
 
 
 def choose_device(config: RunConfig) -> ChoiceMade:
@@ -200,7 +206,7 @@ def disk_home(
     config: RunConfig, facts: ModelFacts, constants: Constants | None, *, here: bool
 ) -> DiskHome | None:
     """Return where frozen weights of a run may live that the host cannot hold; None: it has none.
-    The measured rate is that of the disk of the runs. `here`: on this machine."""
+    `here`: on this machine."""
     if not any(group.kind == "block" and group.file_bytes for group in facts.groups):
         return None
     found = read_disk(cache_folder())
@@ -219,6 +225,22 @@ def disk_home(
         unusable=unusable,
         on_network=here and found.on_network is True,
     )
+
+
+def with_disk_rate(
+    constants: Constants, config: RunConfig, facts: ModelFacts, machine: Machine
+) -> Constants:
+    """Measure how fast files of frozen weights are read, where some may have to live on disk."""
+    home, available = disk_home(config, facts, constants, here=True), machine.memory_available_bytes
+    if home is None or home.unusable or available is None:
+        return constants
+    if facts.host_bytes < SURELY_HELD * available:
+        return constants
+    folder = Path(home.folder)
+    with contextlib.suppress(OSError):  # packing tells what is wrong with the folder
+        folder.mkdir(parents=True, exist_ok=True)
+    read = disk_rates(folder)[1].per_s or home.read_bytes_per_s
+    return replace(constants, per_s={**constants.per_s, "disk_read": read})
 
 
 def deals_blocks(config: RunConfig, facts: ModelFacts) -> bool:
@@ -325,9 +347,9 @@ def wrapped(
     states = config.train.states
     frozen = method_of(config).frozen_storage(config.method)
     keeping: Keeping | None = None
-    on_disk = any(row.is_on("disk") for row in placement.groups)
-    if (frozen != "plain" or on_disk) and loaded.weight_files and config.model.packed_cache:
-        keeping = partial(packed_cache, loaded, frozen, say)
+    away = {row.name for row in placement.groups if row.is_on("disk")}
+    if (frozen != "plain" or away) and loaded.weight_files and config.model.packed_cache:
+        keeping = partial(packed_cache, loaded, frozen, say, on_disk=away)
     how: dict[str, Any] = {"states": states, "frozen": frozen, "keeping": keeping}
     first = placement.cards[0].index
     cards = [card.index or 0 for card in placement.cards] if placement.several_cards else None
@@ -370,19 +392,26 @@ def _usual_dtype_bytes(model: nn.Module) -> int:
 
 
 def packed_cache(
-    loaded: LoadedModel, frozen: StorageFormat, say: Say, groups: Iterable[Group]
+    loaded: LoadedModel,
+    frozen: StorageFormat,
+    say: Say,
+    groups: Iterable[Group],
+    *,
+    on_disk: Collection[str] = (),
 ) -> PackedCache:
     """Open the cache of a loaded model whose `groups` are not settled yet: of packed weights, or of
-    `plain` ones that live on disk.
+    `plain` ones. on_disk: names of the groups that live there.
 
     Raises BadInput where the model's files have gone since they were loaded.
     """
     sizes: dict[str, int] = {}
+    homes: list[str] = []
     parameters: list[Parameter] = []
     for group in groups:
         plain = group.file_segments if group.kind == "block" else []
         for segment in plain if frozen == "plain" else group.packed_segments:
             sizes[kept_name(segment, group.name)] = segment.size_bytes
+            homes += [kept_name(segment, group.name)] if group.name in on_disk else []
             parameters += [
                 (f"{group.name}.{m.name}", tuple(m.shape), segment.dtype) for m in segment.members
             ]
@@ -390,4 +419,4 @@ def packed_cache(
         key = cache_key(frozen, loaded.weight_files, parameters)
     except OSError as error:
         raise BadInput(f"the model's weights cannot be read any more: {error}") from error
-    return PackedCache(key, sizes, say)
+    return PackedCache(key, sizes, say, homes=homes)
