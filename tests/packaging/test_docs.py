@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import yaml
 
 from fluxtrain import errors
 from fluxtrain.commands.completion import KEYS
@@ -121,8 +122,10 @@ def test_a_translated_readme_has_the_commands_links_and_numbers_of_the_english_o
 
 def test_every_make_target_that_a_document_names_exists() -> None:
     targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.M))
-    for page in PAGES:
-        named = set(re.findall(r"(?:^|`)make ([a-z0-9-]+)", page.read_text(encoding="utf-8"), re.M))
+    for page in [*PAGES, *ROOT.glob(".github/workflows/*.yml")]:
+        text = page.read_text(encoding="utf-8")
+        assert page.suffix != ".yml" or yaml.safe_load(text)["jobs"]
+        named = set(re.findall(r"(?:^\s*|`|run: |&& )make ([a-z0-9-]+)", text, re.M))
         assert named <= targets, page.name
 
 

@@ -62,8 +62,11 @@ def tell(error: BaseException, *, debug: bool) -> int:
 
 def wrong_package(error: BaseException) -> str | None:
     """Say which package that FluxTrain needs is missing, broken or too old here; None where all are
-    as they were installed with it, and `error` is no failed import of one."""
+    as they were installed with it, or `error` is none that another version leads to."""
     from importlib import metadata
+
+    if not isinstance(error, ImportError | AttributeError | TypeError):
+        return None
 
     failed = (error.name or "").partition(".")[0] if isinstance(error, ImportError) else ""
     try:
