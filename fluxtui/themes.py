@@ -254,10 +254,8 @@ def _ground(path: Path, key: str, value: str) -> Color:
 
 
 def _variables(path: Path, given: dict[str, Any]) -> dict[str, str]:
-    """Colours and text styles by the names of Textual's variables.
-
-    Anything else could get into the style sheet, which then could not be parsed.
-    """
+    """Return colours and text styles by the names of Textual's variables. Anything else could
+    break the style sheet."""
     for name, value in given.items():
         if not _NAME.fullmatch(name):
             raise BadInput(f"theme {path.name}: {name!r} is no variable")

@@ -13,7 +13,8 @@ UNKNOWN = "-"
 
 
 def bytes_text(count: float | None) -> str:
-    """Binary size with three significant digits: 512 B, 1.50 KiB, 21.1 GiB; "-" when unknown."""
+    """Write a binary size with three significant digits: 512 B, 1.50 KiB, 21.1 GiB; "-" when
+    unknown."""
     if count is None or not math.isfinite(count):
         return UNKNOWN
     sign, size = ("-" if count < 0 else ""), abs(float(count))
@@ -24,7 +25,7 @@ def bytes_text(count: float | None) -> str:
 
 
 def rate_text(bytes_per_s: float | None) -> str:
-    """Decimal transfer rate, as drives and buses are rated: 21.4 GB/s, 350 MB/s."""
+    """Write a decimal transfer rate, as drives and buses are rated: 21.4 GB/s, 350 MB/s."""
     if bytes_per_s is None or not math.isfinite(bytes_per_s):
         return UNKNOWN
     for unit, scale in (("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)):
@@ -34,7 +35,7 @@ def rate_text(bytes_per_s: float | None) -> str:
 
 
 def count_text(count: float | None) -> str:
-    """Counts of parameters or tokens: 812, 4.21 M, 1.54 B."""
+    """Write a count of parameters or tokens: 812, 4.21 M, 1.54 B."""
     if count is None or not math.isfinite(count):
         return UNKNOWN
     for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
@@ -44,7 +45,7 @@ def count_text(count: float | None) -> str:
 
 
 def loss_text(loss: float | None) -> str:
-    """A loss, everywhere with the same four decimals; a large one with five digits."""
+    """Write a loss, everywhere with the same four decimals; a large one with five digits."""
     if loss is None:
         return UNKNOWN
     if not math.isfinite(loss):
@@ -53,7 +54,7 @@ def loss_text(loss: float | None) -> str:
 
 
 def number_text(value: float | None, digits: int = 4) -> str:
-    """A plain number with `digits` significant digits, "-" when unknown."""
+    """Write a number with `digits` significant digits; "-" when unknown."""
     if value is None:
         return UNKNOWN
     if not math.isfinite(value):
@@ -79,7 +80,7 @@ def power_text(value: float | None) -> str:
 
 
 def speed_text(gain: float | None) -> str:
-    """What a change did to a step's time, of which `gain` is the share that it saves: faster by
+    """Write a change's effect on a step's time, of which `gain` is the saved share: faster by
     6.0%, slower by 3.0%."""
     if gain is None or not math.isfinite(gain * 100):
         return UNKNOWN
@@ -90,7 +91,7 @@ def speed_text(gain: float | None) -> str:
 
 
 def duration_text(seconds: float | None) -> str:
-    """A duration with two units at most: 350 ms, 5.90 s, 2m 06s, 7h 44m, 3d 02h."""
+    """Write a duration with two units at most: 350 ms, 5.90 s, 2m 06s, 7h 44m, 3d 02h."""
     if seconds is None or not math.isfinite(seconds) or seconds < 0:
         return UNKNOWN
     if seconds < 0.9995:
@@ -110,8 +111,8 @@ _RANGES = {"disturbed": (0.2, 1.5), "assumed": (0.5, 10.0)}
 
 
 def predicted_text(seconds: float | None, timing: str) -> str:
-    """A predicted duration in the digits that it deserves: "about 17 s" where a block was timed
-    (`timing` is `measured`), "8 s to 3 min" beside other programs (`disturbed`) or without a timing
+    """Write a predicted duration as precisely as it is known: "about 17 s" where a block was timed
+    (`timing` is `measured`), "8 s to 3 min" among other programs (`disturbed`) or without a timing
     (`assumed`)."""
     if seconds is None or timing not in _RANGES:
         return UNKNOWN if seconds is None else f"about {rough_text(seconds, 2)}"
@@ -120,7 +121,7 @@ def predicted_text(seconds: float | None, timing: str) -> str:
 
 
 def rough_text(seconds: float | None, digits: int) -> str:
-    """A duration in one unit and so many digits: 20 ms, 9.4 s, 2.8 min."""
+    """Write a duration in one unit and so many digits: 20 ms, 9.4 s, 2.8 min."""
     if seconds is None or not math.isfinite(seconds) or seconds < 0:
         return UNKNOWN
     units = (("ms", 1e-3, 1.0), ("s", 1.0, 90.0), ("min", 60.0, 5400.0), ("h", 3600.0, 129600.0))

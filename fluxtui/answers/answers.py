@@ -67,7 +67,7 @@ class Answers:
 
     @property
     def method(self) -> str:
-        """The chosen method."""
+        """Return the chosen method."""
         return str(self.settings.get("method.name", METHODS[0]))
 
     @property

@@ -41,7 +41,7 @@ class Launch:
 
     @property
     def command(self) -> str:
-        """The shell command that starts this run."""
+        """Return the shell command that starts this run."""
         arguments = [*self.arguments, "--run-dir", str(self.run_dir)]
         return shlex.join(["fluxtrain", "train", *arguments])
 

@@ -147,7 +147,7 @@ class PanelScreen(RunScreen):
     cards, on_gpu, samples = 1, True, False  # of the run: others make other places
 
     def place_anew(self) -> None:
-        """PanelPlace the panels anew, and draw them there."""
+        """Place the panels anew, and draw them there."""
         for panel in self.query_one(PanelGrid).children[:1]:  # a child's: the grid follows
             panel.refresh(layout=True)
         self.call_after_refresh(self.draw)

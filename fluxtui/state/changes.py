@@ -34,7 +34,7 @@ class Changes:
 
     @property
     def newest(self) -> TriedChange | None:
-        """The most recent trial."""
+        """Return the most recent trial."""
         return self.trials[-1] if self.trials else None
 
     @property

@@ -22,7 +22,7 @@ class LogFilter:
 
     @property
     def words(self) -> list[str]:
-        """The searched text in lower case."""
+        """Return the searched text in lower case."""
         return self.text.lower().split()
 
     def passes(self, entry: LogLine) -> bool:

@@ -28,7 +28,7 @@ def svg_of(lines: Sequence[Line], palette: Palette, width: int, title: str) -> s
 
 
 def _terminal(palette: Palette) -> TerminalTheme:
-    """Rich's own theme for pictures, with the palette's ground where it has one."""
+    """Return Rich's own theme for pictures, with the palette's ground where it has one."""
     if palette.ground is None:
         return SVG_EXPORT_THEME
     text = palette.style("text").color

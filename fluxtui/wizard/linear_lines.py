@@ -45,7 +45,7 @@ def pair_lines(rows: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def inspection_lines(found: InspectionAnswer) -> list[str]:
-    """Lengths in words, and the samples: which parts are trained on and which are context."""
+    """Write lengths in words, and the samples: which parts are trained on and which are context."""
     lengths = sorted(found.lengths)
     at = [lengths[round(share * (len(lengths) - 1))] for share in (0.5, 0.9, 1.0)]
     lines = [

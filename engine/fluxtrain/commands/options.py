@@ -46,7 +46,7 @@ def chosen_config(path: Path | None, demo: bool, overrides: list[str]) -> RunCon
 
 
 def nothing_named(verb: str, overrides: list[str]) -> BadInput:
-    """Return the error of a command that lacks a configuration; a wrong override is told first."""
+    """Return the error of a command that lacks a configuration; a wrong override comes first."""
     from fluxtrain.config.schema import validate
     from fluxtrain.config.text import apply_overrides
 

@@ -121,7 +121,7 @@ def _settings(config: Path | None, folder: Path | None, cards: str | None = None
 
 
 def _store(config: Path | None, folder: Path | None) -> Store:
-    """Open the store beside a server that may be running."""
+    """Open the store while a server may be running."""
     _serving()
     from fluxtrain.serve.store import Store
 

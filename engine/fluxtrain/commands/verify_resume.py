@@ -89,7 +89,7 @@ def page(found: ResumeAnswer) -> str:
 
 
 def _first_step(run: RunDir, saved: int) -> tuple[int | None, str | None]:
-    """Compare what the two processes told of the steps after the saved one."""
+    """Compare the two processes' reports of the steps after the saved one."""
     before: dict[int, StepFinished] = {}
     for event in read_events(run.journal):
         if not isinstance(event, StepFinished) or event.step <= saved:

@@ -32,11 +32,11 @@ class Cadence:
 
     @property
     def auto_steps(self) -> int:
-        """The interval that `auto` means when the cost does not matter."""
+        """Return the interval that `auto` means when the cost does not matter."""
         return max(1, -(-self.total_steps // AUTO_PARTS))
 
     def is_due(self, step: int) -> bool:
-        """Whether it should be done after `step`."""
+        """Return whether the event is due after `step`."""
         if step >= self.total_steps:
             return True
         if self.every == "end":
@@ -50,8 +50,8 @@ class Cadence:
         return overdue or step - self.last_step >= self.auto_steps
 
     def nears(self, step: int) -> bool:
-        """Whether what is done before the run's end comes soon: half the way to it has passed, or
-        is not known."""
+        """Return whether the next event before the run's end is near: half of the way has passed,
+        or is unknown."""
         if self.every == "end" or step >= self.total_steps:
             return False
         if self.every != "auto":
@@ -61,10 +61,10 @@ class Cadence:
         return overdue or 2 * (step - self.last_step) >= self.auto_steps
 
     def also_took(self, cost_s: float) -> None:
-        """What was done last took so much longer."""
+        """Add to the cost of the last event."""
         self._cost_s += cost_s
         self._last_s = self.clock()
 
     def done(self, step: int, cost_s: float) -> None:
-        """It was done after `step` and took `cost_s`."""
+        """Note that the event happened after `step` and cost `cost_s`."""
         self.last_step, self._cost_s, self._last_s = step, cost_s, self.clock()

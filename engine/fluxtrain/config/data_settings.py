@@ -134,7 +134,7 @@ class DataSettings(Section):
 
     @property
     def row_tokens(self) -> int:
-        """The tokens of a row, once they are chosen."""
+        """Return the tokens of a row, once they are chosen."""
         if self.sequence_length == "auto":
             raise RuntimeError("the length of rows is asked for before it was chosen")
         return self.sequence_length

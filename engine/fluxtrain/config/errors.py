@@ -46,8 +46,8 @@ _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 200, 200
 
 
 def explain(error: ValidationError, keys: list[str], raw: Any = None) -> str:
-    """Every mistake of `error` in the settings `raw`, joined by "; ". `keys` are the dotted keys
-    that exist."""
+    """Return every mistake of `error` in the settings `raw`, joined by "; ". `keys` are the dotted
+    keys that exist."""
     messages: dict[tuple[Any, ...], str] = {}
     listed: set[str] = set()
     items = sorted(error.errors(include_url=False), key=_preference)
@@ -72,7 +72,8 @@ def explain(error: ValidationError, keys: list[str], raw: Any = None) -> str:
 
 
 def _place(item: Any, raw: Any) -> tuple[Any, ...]:
-    """Where in `raw` a complaint belongs: its location without the names of union members."""
+    """Return where in `raw` a complaint belongs: its location without the names of
+    union members."""
     at, place = raw, []
     for number, part in enumerate(item["loc"]):
         numbered = isinstance(at, list | tuple) and isinstance(part, int) and part < len(at)
@@ -94,7 +95,8 @@ def _meant(key: str, value: Any, keys: list[str]) -> list[str]:
 
 
 def _words(item: Any) -> str:
-    """The words that a setting takes beside numbers, as in "or 'auto'"; "" without such words."""
+    """Return the words that a setting takes as well as numbers, as in "or 'auto'"; "" without such
+    words."""
     return f"or {item['ctx']['expected']}" if item["type"] == "literal_error" else ""
 
 
@@ -141,7 +143,7 @@ def _shown(value: Any) -> str:
 
 
 def _with_short_bound(text: str, context: dict[str, Any]) -> str:
-    """1e-30 in place of thirty digits, which pydantic would write."""
+    """Write a tiny bound as 1e-30, where pydantic would write thirty digits."""
     bounds = [context[name] for name in ("gt", "ge", "lt", "le") if name in context]
     if not bounds or not isinstance(bounds[0], float):
         return text
@@ -201,14 +203,14 @@ def _near(name: str, keys: list[str], cutoff: float) -> list[str]:
 
 
 def _dotted(location: tuple[int | str, ...], keys: list[str]) -> str:
-    """The location without pydantic's own parts (union members, validators)."""
+    """Return the location without pydantic's own parts (union members, validators)."""
     parts = [str(part) for part in location]
     joined = ".".join(parts[:2])
     return joined if joined in keys else ".".join(parts)
 
 
 def _preference(item: Any) -> int:
-    """Of several complaints about one key (one per union member) the bound says most."""
+    """Rank the complaints about one key (one for each union member); a bound says most."""
     order = (
         "greater_than", "less_than", "finite_number", "too_short", "string_too_short",
         "float_parsing", "int_parsing",

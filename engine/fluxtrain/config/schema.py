@@ -203,12 +203,12 @@ class TrainSettings(Section):
 
     @property
     def checkpoints_kept(self) -> int:
-        """How many checkpoints stay at most, where the best one must."""
+        """Return how many checkpoints stay at most, if the best one must."""
         return max(self.keep_checkpoints, 2 if self.final_model == "best" else 1)
 
     @property
     def optimizer_in_backward(self) -> bool:
-        """Is each block updated as soon as its gradients arrive?"""
+        """Return whether each block is updated as soon as its gradients arrive."""
         own = self.optimizer == "adamw"
         return self.max_grad_norm is None and self.accumulation == 1 and own
 
@@ -297,7 +297,7 @@ class RunConfig(Section):
 
 
 def settings(config: RunConfig) -> Iterator[Setting]:
-    """Every setting of `config`, in the order of the schema."""
+    """Return every setting of `config`, in the order of the schema."""
     for section_name in RunConfig.model_fields:
         section: Section | Request = getattr(config, section_name)
         for name, default, description in _fields_of(section):
@@ -348,7 +348,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
 
 
 def config_of(overrides: list[str]) -> RunConfig | None:
-    """The run that overrides alone define; None unless they name both model and data."""
+    """Return the run that overrides alone define; None unless they name both model and data."""
     raw = apply_overrides({}, overrides)
     sections = [raw.get(section) for section in ("model", "data")]
     named = all(isinstance(section, dict) and "path" in section for section in sections)
@@ -356,7 +356,8 @@ def config_of(overrides: list[str]) -> RunConfig | None:
 
 
 def demo_config(overrides: list[str] | None = None) -> RunConfig:
-    """The run of `--demo`: a model of a few million parameters on text that every Python has."""
+    """Return the run of `--demo`: a model of a few million parameters on text that every Python
+    has."""
     raw: dict[str, Any] = {
         "model": {"path": "demo"},
         "data": {"path": "demo", "sequence_length": 128, "held_out": 0.02},
@@ -366,7 +367,7 @@ def demo_config(overrides: list[str] | None = None) -> RunConfig:
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON schema of the configuration file, for editors and for the wizard."""
+    """Return the JSON schema of the configuration file, for editors and for the wizard."""
     schema = RunConfig.model_json_schema()
     schema["title"] = "FluxTrain run configuration"
     return schema

@@ -17,7 +17,7 @@ CONFIG_LIMIT_BYTES = 1 << 20  # a configuration is a page; more is a data file g
 
 
 def read_text(path: Path) -> str:
-    """The text of a configuration file; `BadInput` when it cannot be one."""
+    """Return the text of a configuration file; `BadInput` when it cannot be one."""
     name = brief(str(path))
     try:
         if path.is_dir():
@@ -43,7 +43,7 @@ def read_text(path: Path) -> str:
 
 
 def parse_yaml(text: str, source: str) -> dict[str, Any]:
-    """The mapping in `text`; `BadInput` with the line when it is not one."""
+    """Return the mapping in `text`; `BadInput` with the line when it is not one."""
     try:
         raw = yaml.load(text, Loader=UniqueKeys)
     except yaml.MarkedYAMLError as error:
@@ -64,7 +64,7 @@ def parse_yaml(text: str, source: str) -> dict[str, Any]:
 
 
 def apply_overrides(raw: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
-    """A copy of `raw` with `section.key=value` applied; values are read as YAML.
+    """Return a copy of `raw` with `section.key=value` applied; values are read as YAML.
 
     Raises:
         BadInput: no `key=value`, no YAML, or nothing after `=`: only `null` says none.

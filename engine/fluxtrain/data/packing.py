@@ -52,7 +52,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """How many samples are longer than a row, and what becomes of them."""
+    """How many samples are longer than a row, and how they are cut."""
 
     row_tokens: int
     samples: int
@@ -69,7 +69,7 @@ class Fit:
         return 1 - self.longer / self.samples if self.samples else 1.0
 
     def sentences(self) -> list[str]:
-        """Return what a person should be told, a sentence each; none where everything fits."""
+        """Return the notes for a person, a sentence each; none where everything fits."""
         told = []
         if self.cut:
             told.append(
@@ -227,7 +227,7 @@ class PackedRows:
 
 
 def _pieces(tokens: TokenSource, spans: Spans, row_tokens: int) -> tuple[Ints, Ints]:
-    """Cut texts longer than a row into pieces of a row and a rest; of conversations keep a row."""
+    """Cut longer texts into pieces of a row and a rest; cut longer conversations to one row."""
     counts = -(-spans.lengths // row_tokens)
     if tokens.has_marks:
         longer = np.flatnonzero(counts > 1)
@@ -240,7 +240,7 @@ def _pieces(tokens: TokenSource, spans: Spans, row_tokens: int) -> tuple[Ints, I
 
 
 def _best_fit_in_parts(lengths: Ints, row_tokens: int) -> Ints:
-    """Return the row of each piece; pieces share rows with those of the same part of the data."""
+    """Return the row of each piece; only pieces of the same part of the data share rows."""
     parts: list[Ints] = []
     rows = 0
     for first in range(0, len(lengths), PACKED_AT_ONCE):

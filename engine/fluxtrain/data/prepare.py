@@ -101,7 +101,7 @@ def prepare(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Encoded:
-    """The tokens of the data to train on, and of that to evaluate on where it is of its own."""
+    """The tokens of the training data, and of separate evaluation data if given."""
 
     tokens: Sequence[TokenSource]
     notes: Notes
@@ -234,10 +234,8 @@ def _silent(_: str) -> None:
 
 
 def corpora(request: ReadRequest) -> tuple[Corpus, Corpus | None]:
-    """Return the data to train on, and data of its own for evaluation if there is any.
-
-    Raises BadInput if a file cannot be used.
-    """
+    """Return the training data, and separate evaluation data if there is any. Raises BadInput if a
+    file cannot be used."""
     if request.is_demo:
         demo = replace(request, entries=(Entry(path=str(demo_files().corpus)),))
         return demo.corpus(), demo.held_out_corpus()

@@ -45,7 +45,7 @@ class Skipped(enum.Enum):
 
 
 class _Envelope(msgspec.Struct, frozen=True):
-    """The fields that every version of the schema has in the same place."""
+    """The fields that are the same in every version of the schema."""
 
     event: str = ""
     schema: str = ""

@@ -67,12 +67,12 @@ class JournalFollower:
 
     @property
     def garbage_lines(self) -> int:
-        """Lines that were not frames."""
+        """Count the lines that were not frames."""
         return self._lines.garbage_lines
 
     @property
     def unknown_events(self) -> int:
-        """Events of a newer minor version."""
+        """Count the events of a newer minor version."""
         return self._lines.unknown_events
 
     def poll(self) -> list[AnyEvent]:
@@ -122,11 +122,11 @@ class PipeReader:
 
     @property
     def garbage_lines(self) -> int:
-        """Lines that were not frames."""
+        """Count the lines that were not frames."""
         return self._lines.garbage_lines
 
     def fileno(self) -> int:
-        """For select and event loops."""
+        """Return the file descriptor, for select and event loops."""
         return self._descriptor
 
     def poll(self) -> list[AnyEvent]:

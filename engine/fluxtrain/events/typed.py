@@ -16,7 +16,7 @@ def typed_line(line: str) -> str:
 
 
 def typed(command: str) -> str:
-    """Return `command`, or its path beside this Python if no folder of PATH has it."""
+    """Return `command`, or its path in this Python's folder if no folder of PATH has it."""
     script = Path(sys.executable).parent / command
     if shutil.which(command) is not None or not os.access(script, os.X_OK):
         return command

@@ -253,8 +253,8 @@ def refuse_foreign(folder: Path) -> None:
 
 
 def leaves(link: Path, folder: Path) -> Path | None:
-    """Return where a link leads, if that is outside of `folder` and not one of the blobs beside
-    the hub's snapshots; None if it stays inside."""
+    """Return where a link leads, if that is outside of `folder` and not one of the hub cache's
+    blobs; None if it stays inside."""
     real, root = Path(os.path.realpath(link)), Path(os.path.realpath(folder))
     if real.is_relative_to(root):
         return None

@@ -31,7 +31,7 @@ def let_segments_grow(
 
 
 def segments_grow(environment: Mapping[str, str] | None = None) -> bool:
-    """Return whether torch's allocator was told to take memory page by page."""
+    """Return whether torch's allocator is set to take memory page by page."""
     found = os.environ if environment is None else environment
     return any(SETTING in found.get(name, "").replace(" ", "") for name in NAMES)
 

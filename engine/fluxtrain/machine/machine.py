@@ -66,8 +66,8 @@ def read_machine(root: Path = Path("/"), gpus: Gpus | None = None) -> Machine:
 
 
 def memory_left(root: Path = Path("/")) -> tuple[int, int] | None:
-    """Return the bytes of host memory that a process may have here, and those that are left, by the
-    control group or the machine; None where the kernel does not tell."""
+    """Return the bytes of host memory that a process may have here, and the bytes left, by the
+    control group or the machine; None where the kernel does not say."""
     limits = cgroup_limits(root)
     total, available = _memory(root, {})
     total = _smaller(total, limits.memory_bytes)

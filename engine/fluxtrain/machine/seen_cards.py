@@ -20,7 +20,8 @@ BF16_CAPABILITY = (8, 0)
 
 
 def cards_seen(machine: Machine, cuda: Any = None) -> tuple[Card, ...]:
-    """Return the cards that torch can use, where the machine shows several, each judged by itself.
+    """Return the cards that torch can use, where the machine shows several, each judged
+    separately.
 
     Makes no context on any card. Tests pass another module in place of `torch.cuda`.
     """

@@ -33,8 +33,8 @@ class BlockMarks:
         *,
         to_the_input: bool = True,
     ) -> None:
-        """to_the_input: mark where a backward pass ends, too, which needs a gradient of the first
-        block's input even where the model computes none."""
+        """Prepare timing. to_the_input: mark where a backward pass ends, too, which needs a
+        gradient of the first block's input even where the model computes none."""
         self._mark = mark
         self._hooks = []
         for block in blocks:
@@ -125,7 +125,8 @@ class BlockTimes:
 
     @property
     def step_s(self) -> float:
-        """Seconds of one block and what stands outside of blocks, forward and backward."""
+        """Return the seconds of one block and of the modules outside blocks, forward
+        and backward."""
         parts = ("forward", "backward", "outside_forward", "outside_backward")
         return sum(self.median(name) for name in parts if self.seconds.get(name))
 
@@ -312,7 +313,7 @@ class BlockTimer:
         self._mark("updated")
 
     def _pass(self, name: Mark) -> None:
-        """Mark where a pass of a block begins or ends, and measure what it takes."""
+        """Mark where a pass of a block begins or ends, and measure it."""
         self._mark(name)
         if name == "leaves" and self._on_gpu:
             self._times.held_bytes = torch.cuda.memory_allocated(self._device)

@@ -77,7 +77,7 @@ class Patience:
     def __init__(
         self, steps: int | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """steps: of the run that follows; None: not known."""
+        """Prepare a calibration; steps: of the run that follows; None: not known."""
         self._steps, self._clock = steps or 0, clock
         self._began_s = clock()
 
@@ -274,8 +274,9 @@ class _Setup:
 
 
 def _beside(found: Line, alone: Line) -> Line:
-    """Return what the host takes beside AdamW: for each chunk no less than alone. Where noise says
-    less, the line goes through the middle of what was timed, as steep as alone."""
+    """Return the host's seconds while AdamW runs: for each chunk no less than without it. Where
+    noise says less, the line goes through the middle of the measurements, as steep as without
+    AdamW."""
     if found.slope >= alone.slope:
         return found
     middle = (1 + CHUNKS) / 2

@@ -129,7 +129,7 @@ class _Kept(msgspec.Struct, frozen=True):
 
     @property
     def measured_at_s(self) -> float:
-        """When the block was timed."""
+        """Return when the block was timed."""
         return self.calibration.measured_at_s
 
 
@@ -237,7 +237,7 @@ def measure_constants(
 def _either(
     measured: Mapping[str, float], probed: Mapping[str, float | None]
 ) -> dict[str, float | None]:
-    """Return the probe's rates, and those measured beside a block where the probe has none."""
+    """Return the probe's rates, and those measured with a block where the probe has none."""
     return {**probed, **measured, **{name: rate for name, rate in probed.items() if rate}}
 
 
@@ -337,7 +337,7 @@ def _card(device: str) -> tuple[str, ...]:
 
 
 def _write(place: Path, rates: Mapping[str, float], timed: Calibration, run_times: float) -> None:
-    """Write `timed`, and `rates` beside the rates already in the file."""
+    """Write `timed`, and add `rates` to the rates already in the file."""
     before = read_kept(place, _Kept, FORMAT)
     every = {**({} if before is None else before.per_s), **rates}
     keep(place, _Kept(FORMAT, every, timed, run_times))

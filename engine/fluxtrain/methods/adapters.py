@@ -141,8 +141,8 @@ def _head(model: PreTrainedModel) -> nn.Module | None:
 
 @cache
 def _read_past(kind: type[Any]) -> frozenset[str]:
-    """Return the layers whose weight a class hands to a kernel (state space models do): what stands
-    beside such a layer is not computed."""
+    """Return the layers whose weight a class passes to a kernel (state space models do): an
+    adapter on such a layer is not computed."""
     found: set[str] = set()
     for one in kind.__mro__[: kind.__mro__.index(nn.Module)]:
         try:
@@ -153,8 +153,8 @@ def _read_past(kind: type[Any]) -> frozenset[str]:
 
 
 def _taken_for_experts(model: nn.Module, name: str) -> bool:
-    """Does peft take a layer's name for one that experts had before they became parameters? It does
-    so whenever it loads such an adapter."""
+    """Return whether peft takes a layer's name for one that experts had before they became
+    parameters, as it does whenever it loads such an adapter."""
     try:
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
     except ImportError:  # an older peft
@@ -168,7 +168,8 @@ def _taken_for_experts(model: nn.Module, name: str) -> bool:
 
 
 def _is_router(model: nn.Module, name: str) -> bool:
-    """Has a layer one output for each of the experts beside it, or beside its module?"""
+    """Return whether a layer has one output for each of the experts in its module or in its
+    parent."""
     outputs = getattr(model.get_submodule(name), "out_features", 0)
     near = name.split(".")[:-1]
     for path in (near, near[:-1]):
@@ -274,10 +275,10 @@ _WEIGHTS = "adapter_model.safetensors"
 def attach_adapters(
     model: PreTrainedModel, settings: MethodSettings, source: ModelSettings
 ) -> Targets:
-    """Put an adapter beside each target layer of `model`, in place, and freeze all other weights.
+    """Add an adapter to each target layer of `model`, in place, and freeze all other weights.
 
-    Returns the layers. Raises BadInput where a name of `settings.targets` is no layer's, an adapter
-    there cannot be computed, or the rank is larger than a layer.
+    Returns the layers. Raises BadInput where a name of `settings.targets` is no layer's, an
+    adapter there cannot be computed, or the rank is larger than a layer.
     """
     targets = find_targets(model, settings.targets)
     _check_rank(model, targets.layers, settings.rank)

@@ -32,15 +32,15 @@ class TrainingEngine(Protocol):
 
     @property
     def device(self) -> Device:
-        """Where inputs and loss are."""
+        """Return the device of inputs and loss."""
 
     @property
     def card_count(self) -> int:
-        """How many GPUs compute, or 1 for the processor."""
+        """Return how many GPUs compute, or 1 for the processor."""
 
     @property
     def unit_names(self) -> list[str]:
-        """The modules that are streamed one by one, by their names in the model."""
+        """Return the modules that are streamed one by one, by their names in the model."""
 
     # -- a step ------------------------------------------------------------------------------------
 
@@ -54,7 +54,7 @@ class TrainingEngine(Protocol):
 
     @property
     def partly_updated(self) -> bool:
-        """Whether a step in backward has updated some groups and not all."""
+        """Return whether a step in backward has updated some groups and not all."""
 
     def forget_gradients(self) -> None:
         """Drop all gradients, without reading them."""
@@ -78,7 +78,7 @@ class TrainingEngine(Protocol):
 
     @property
     def parameter_counts(self) -> tuple[int, int]:
-        """How many parameters there are, and how many of them are trained."""
+        """Return how many parameters there are, and how many of them are trained."""
 
     def residency(self) -> ResidencySampled:
         """Return where the weights, gradients and states of each block are."""
@@ -97,7 +97,7 @@ class TrainingEngine(Protocol):
 
     @property
     def held_s(self) -> float:
-        """Seconds that updates have waited for the copies of checkpoints."""
+        """Return the seconds that updates have waited for the copies of checkpoints."""
 
     # -- its training state ------------------------------------------------------------------------
 

@@ -59,8 +59,8 @@ class Method(Protocol):
         """
 
     def try_saving(self, loaded: LoadedModel, beside: Path) -> None:
-        """Write what will be saved beside the weights to a temporary folder, or where that is full
-        to one in the folder `beside`, and read it again.
+        """Write the files saved with the weights to a temporary folder, or where that is full to
+        one in the folder `beside`, and read them again.
 
         Called before anything is trained. Raises BadInput where that fails.
         """
@@ -82,7 +82,7 @@ class _TextMethod:
         tell: Tell | None = None,
         waits: Waits | None = None,
     ) -> Task[Any]:
-        """Learn to predict the next token of the data's rows."""
+        """Make the task of predicting the next token of the data's rows."""
         return text_task(config, loaded, tell, waits)
 
 
@@ -114,12 +114,12 @@ class FullFineTuning(_TextMethod):
 
 
 class LoraFineTuning(_TextMethod):
-    """Low-rank adapters are trained beside frozen weights, and saved alone."""
+    """Trains low-rank adapters on frozen weights, and saves the adapters alone."""
 
     usual_rate = 2e-4
 
     def prepare(self, model: PreTrainedModel, config: RunConfig) -> tuple[ChoiceMade, ...]:
-        """Put adapters beside the linear layers, and freeze everything else."""
+        """Add adapters to the linear layers, and freeze everything else."""
         from fluxtrain.methods.adapters import attach_adapters
 
         targets = attach_adapters(model, config.method, config.model)
@@ -147,7 +147,8 @@ class LoraFineTuning(_TextMethod):
 
 
 class QLoraFineTuning(LoraFineTuning):
-    """The same beside weights that are packed in 4 or 8 bits (https://arxiv.org/abs/2305.14314)."""
+    """Trains low-rank adapters on weights packed in 4 or 8 bits
+    (https://arxiv.org/abs/2305.14314)."""
 
     def frozen_storage(self, settings: MethodSettings) -> StorageFormat:
         """Pack frozen weights as the settings say."""

@@ -79,10 +79,8 @@ class Optimizer(Protocol):
 
 
 class EngineAdamW:
-    """`torch.optim.AdamW` over a wrapped model, which the engine steps block by block.
-
-    The engine keeps masters and moments, so there is no state of its own.
-    """
+    """`torch.optim.AdamW` over a wrapped model, which the engine steps block by block. The engine
+    keeps masters and moments, so this object has no state."""
 
     updates_in_backward = True
 

@@ -242,11 +242,11 @@ def _prompt(path: object, data: PreparedData) -> SamplePrompt:
 
 
 def told_of_untrained_tokens(loaded: LoadedModel, data: PackedRows) -> list[str]:
-    """Say which special tokens of the first rows cannot be trained beside frozen weights, as their
-    rows in embedding or head were never trained.
+    """Warn of special tokens in the first rows whose frozen rows in embedding or head were never
+    trained.
 
-    A row counts as never trained if it is nearly zero beside the others, or the same as that of
-    another added token.
+    A row counts as never trained if it is nearly zero compared with the others, or the same as
+    that of another added token.
     """
     tokenizer: Any = loaded.tokenizer
     added = {id: str(token) for id, token in tokenizer.added_tokens_decoder.items()}

@@ -18,7 +18,7 @@ _KEY = "fluxtrain_base"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedOn:
-    """The base as training computed with it."""
+    """The base that an adapter was trained on: its dtype, storage and files."""
 
     dtype: str  # of weights and activations, as torch names it
     storage: StorageFormat  # of the large frozen weights of its blocks

@@ -38,7 +38,7 @@ _SETTINGS = ("eos_token_id", "pad_token_id")  # that training may set
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """What a model's folder holds beside the weights of its text model, by names."""
+    """The files and tensors of a model's folder other than the text model's weights, by name."""
 
     files: Mapping[str, bytes] = field(default_factory=dict)  # none of a fresh model
     template: Any = None  # the tokenizer's, as it was loaded
@@ -55,7 +55,7 @@ class Beside:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Are the tokenizer's own files here?"""
+        """Return whether the tokenizer's own files are among them."""
         return any(name in self.files for name in TOKENIZER_FILES)
 
 
@@ -126,7 +126,8 @@ def set_of_training(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _are_tokens(value: object) -> bool:
-    """Is this a token, or a list of them? Settings of strangers hold other things too."""
+    """Return whether this is a token, or a list of them; other people's settings hold other things
+    too."""
     return all(type(one) is int for one in (value if isinstance(value, list) else [value]))
 
 

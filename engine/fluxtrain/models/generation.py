@@ -52,8 +52,8 @@ def stop_at(
 ) -> str:
     """Put the trained ends into the model's generation settings, which are saved with it.
 
-    `whole`: the model is saved, not an adapter beside it. Returns what a person should be told;
-    empty where generation stops at the trained ends already.
+    `whole`: the model is saved, not an adapter of it. Returns a note for a person; empty where
+    generation already stops at the trained ends.
     """
     settings: Any = getattr(model, "generation_config", None)
     before = stops_of(settings)

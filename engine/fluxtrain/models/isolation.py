@@ -24,7 +24,7 @@ _TOLERATED_SHARE = 1e-5
 
 
 def takes_positions(model: PreTrainedModel) -> bool:
-    """Return whether `model` can be told where packed documents begin."""
+    """Return whether position ids tell `model` where packed documents begin."""
     return "position_ids" in inspect.signature(model.forward).parameters
 
 

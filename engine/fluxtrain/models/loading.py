@@ -176,8 +176,8 @@ def load_tokenizer(source: ModelSource) -> tuple[PreTrainedTokenizerBase, Pretra
 
 
 def check_finite(model: nn.Module, name: str, packed_elements: int | None = None) -> None:
-    """Raise BadInput if a parameter or buffer holds NaN or infinity; reads the weights once, but
-    for matrices of `packed_elements` and more beside embedding and head."""
+    """Raise BadInput if a parameter or buffer holds NaN or infinity. Reads the weights once,
+    except matrices of `packed_elements` and more other than embedding and head."""
     edges = {id(p) for module in _edges(model) for p in module.parameters()}
     for tensor_name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if not tensor.is_floating_point() or tensor.numel() == 0:
@@ -196,7 +196,7 @@ def check_finite(model: nn.Module, name: str, packed_elements: int | None = None
 
 
 def _is_tied(model: nn.Module) -> bool:
-    """Are embedding and head one matrix?"""
+    """Return whether embedding and head are one matrix."""
     matrices = [module.weight for module in _edges(model) if hasattr(module, "weight")]
     return len(matrices) == 2 and matrices[0] is matrices[1]
 

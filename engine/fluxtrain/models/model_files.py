@@ -226,8 +226,8 @@ def model_config(folder: Path) -> dict[str, Any]:
 
 
 def _refuse_adapter_beside(folder: Path) -> None:
-    """Raise BadInput for an adapter beside a model: transformers loads it with the model, which may
-    then be the adapter's base from elsewhere, without a word."""
+    """Raise BadInput for an adapter in a model's folder: transformers silently loads it with the
+    model, whose weights may not be its base."""
     beside = folder / "adapter_config.json"
     if not beside.exists():
         return

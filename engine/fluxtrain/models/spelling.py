@@ -116,5 +116,5 @@ def _scaling(parameters: Mapping[str, Any], kind: str) -> Config | None:
 
 
 def _is_nested(parameters: Mapping[str, Any]) -> bool:
-    """Are there parameters for each kind of layer?"""
+    """Return whether each kind of layer has its own parameters."""
     return all(value is None or isinstance(value, Mapping) for value in parameters.values())

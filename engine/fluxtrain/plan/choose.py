@@ -192,7 +192,7 @@ class _Chooser:
 
     @cached_property
     def block_s(self) -> tuple[float | None, ...]:
-        """Seconds of one block forward and backward on each card of the machine."""
+        """Return the seconds of one block forward and backward on each card of the machine."""
         if self.rates is None:
             return (None,) * len(self.capacities.cards)
         rows = self.request.batch_rows or SOME_ROWS
@@ -520,7 +520,7 @@ class _CardSearch:
 
     @cached_property
     def landing_bytes(self) -> int:
-        """Bytes of the buffers on each card for chunks that come from others."""
+        """Return the bytes of the buffers on each card for arriving chunks."""
         row, batch = self.facts.row, self.request.batch_rows
         if row is None or batch is None or len(self.cards) == 1:
             return 0

@@ -180,7 +180,7 @@ class PlacementTotals:
 
 
 def exact_layout(facts: ModelFacts, layout: Layout) -> Layout:
-    """Return the layout with counts limited to those that this model has."""
+    """Return the layout with counts limited to the model's."""
     return replace(
         layout,
         activations="host" if layout.offloads_activations else "device",

@@ -211,7 +211,7 @@ def _timed_batch(options: Sequence[Option], best: Option) -> str:
 
 
 def trains_adapters(facts: ModelFacts) -> bool:
-    """Return whether most weights of the blocks are frozen, as beside adapters."""
+    """Return whether most weights of the blocks are frozen, as with adapters."""
     return sum(n * group.frozen for group, n in facts.blocks.alike) > facts.blocks.trained
 
 

@@ -161,8 +161,8 @@ class Search:
         return heads_for(self.facts, self.request)
 
     def nearest(self) -> Layout:
-        """Return the layout with the fewest rows that comes nearest to fitting: among those that
-        fit on the device, else the smallest on it, so that the numbers help the user."""
+        """Return the layout with the fewest rows that comes nearest to fitting: of the layouts
+        that fit on the device, else the smallest on it, so that the numbers help the user."""
         fewest = list(self.starts(self.heads[-1]))[-1]
         layouts = [
             layout
@@ -402,7 +402,7 @@ class TimedSearch:
 
     @cached_property
     def timed(self) -> dict[Layout, TimedLayout]:
-        """Every layout that was timed."""
+        """Return every layout that was timed."""
         return {}
 
     def time_of(self, layout: Layout) -> StepTime:

@@ -45,7 +45,7 @@ class RunCheckpoint:
 
     @property
     def is_whole(self) -> bool:
-        """Does it hold a whole model? Else it holds an adapter."""
+        """Return whether it holds a whole model; else it holds an adapter."""
         return self.run.method.name == "full"
 
     def load(

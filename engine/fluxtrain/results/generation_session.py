@@ -119,7 +119,7 @@ class GenerationSession:
 
     @staticmethod
     def of(opened: OpenedModel, prompting: Prompting, sampling: Sampling) -> GenerationSession:
-        """Measure a pass, so that everybody is told what an answer takes."""
+        """Measure a pass, so that the time of an answer is known."""
         sampling.check_values()
         measure(opened)  # the first pass of a process prepares kernels
         measured = measure(opened)
@@ -153,7 +153,8 @@ class GenerationSession:
         heard: Callable[[str], None],
         stopped: Callable[[], bool],
     ) -> Written:
-        """Write one answer, told as it comes. Raises BadInput for what cannot be answered."""
+        """Write one answer, sent as it comes. Raises BadInput for a prompt that cannot be
+        answered."""
         tokens = self.prompting.tokens(prompt)
         return write(self.opened, [tokens], sampling, heard, stopped)[0]
 
@@ -184,9 +185,10 @@ class Batches:
     def __init__(
         self, session: GenerationSession, prompts: Sequence[UserPrompt], rows: int | None
     ) -> None:
-        """rows: of a batch; None: by memory.
+        """Prepare the answers.
 
-        Raises BadInput for the first prompt that cannot be answered, before any is.
+        rows: of a batch; None: by memory. Raises BadInput for the first prompt that cannot be
+        answered, before any is.
         """
         self._session, self._prompts = session, prompts
         wanted, longest = session.sampling.max_new_tokens, 0
@@ -247,7 +249,7 @@ class Batches:
 
 
 def answered(name: str, written: Written) -> Answered:
-    """Return an answer as it is told."""
+    """Return an answer as an event."""
     return Answered(
         id=name,
         text=written.text,

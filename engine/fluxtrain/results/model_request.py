@@ -55,10 +55,8 @@ class ModelRequest(UseRequest):
 
     @property
     def wished_cards(self) -> int | tuple[int, ...] | None:
-        """How many GPUs compute, or which; None: as few as hold the model, else all.
-
-        Raises BadInput for what is neither.
-        """
+        """Return how many GPUs compute, or which; None: as few as hold the model, else all. Raises
+        BadInput for neither."""
         if self.cards is None:
             return None
         parts = [part.strip() for part in self.cards.split(",")]
@@ -83,7 +81,7 @@ class FoundModel:
 
     @property
     def name(self) -> str:
-        """The run and the step of its checkpoint, else the folder or the hub id."""
+        """Return the run and the step of its checkpoint, else the folder or the hub id."""
         if self.run_dir is None:
             return self.path
         step = f" at step {self.checkpoint.files.step}" if self.checkpoint is not None else ""

@@ -36,7 +36,7 @@ def refuse_missing(named: str) -> None:
 
 
 def is_run(named: str) -> bool:
-    """Is this the name of a run: `last`, its folder, its id or the beginning of that?"""
+    """Return whether this names a run: `last`, its folder, its id or the beginning of that."""
     path = Path(named).expanduser()
     if named == LAST or RunDir(path).run.is_file():
         return True

@@ -61,12 +61,12 @@ class OpenedModel:
 
     @property
     def generation_config(self) -> GenerationConfig | None:
-        """The settings that answers have where nothing is asked for."""
+        """Return the default settings of answers."""
         return self.generation or self.model.generation_config
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """Return the device that computes."""
         return self.engine.device.torch_device
 
     def close(self) -> None:
@@ -196,8 +196,8 @@ def _beside_adapter(
 
 
 def _leave_router_losses_out(model: PreTrainedModel) -> None:
-    """Switch the loss that balances experts off: it is of training, and transformers fails to
-    compute it beside a cache."""
+    """Switch the loss that balances experts off: it belongs to training, and transformers fails to
+    compute it with a cache."""
     for config in (model.config, model.config.get_text_config()):
         if getattr(config, "output_router_logits", False):
             config.output_router_logits = False
@@ -276,7 +276,7 @@ def _placed(
     request: ModelRequest,
     asked: RunRequest,
 ) -> tuple[Placement, list[torch.device]]:
-    """Place a model on as few devices as hold all blocks, or on all; on those that were named."""
+    """Place a model on as few devices as hold all blocks, or on all; or on the named ones."""
     least = len(devices) if request.cards is not None else 1
     found: tuple[Placement, list[torch.device]] | None = None
     refused: DoesNotFit | None = None
@@ -299,7 +299,7 @@ def _blocks(placement: Placement) -> list[GroupPlacement]:
 
 
 def _stays(row: GroupPlacement) -> bool:
-    """Are the weights on the device for good?"""
+    """Return whether the weights are on the device for good."""
     return row.is_on("device") or row.resident
 
 

@@ -47,11 +47,11 @@ class Stopping:
         self._begun_at = 0
 
     def ask(self) -> None:
-        """Stop the answers, and those that wait."""
+        """Stop the running and the waiting answers."""
         self.count += 1
 
     def asked(self) -> bool:
-        """Was it asked for since the answer was asked for?"""
+        """Return whether a stop was asked for after the answer was."""
         return self.count > self._begun_at
 
     def begin(self) -> None:
@@ -101,7 +101,7 @@ def _read(lines: Iterable[bytes], put: Callable[[Line], None]) -> None:
 
 
 class _Answering:
-    """The rows that are written now, those that wait for room, and the adapters in slots."""
+    """The rows being written, the waiting ones, and the adapters in slots."""
 
     def __init__(self, session: GenerationSession, send: Send, hear: Callable[[], None]) -> None:
         self._session, self._send, self._hear = session, send, hear

@@ -86,7 +86,7 @@ class GenerateRequest(Body):
 
 
 class Written:
-    """An answer on its way, as OpenAI's objects."""
+    """An answer while it is written, as OpenAI's objects."""
 
     def __init__(self, asked: ChatRequest | CompletionRequest) -> None:
         self._asked, self._chats = asked, isinstance(asked, ChatRequest)

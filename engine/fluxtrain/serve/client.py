@@ -45,7 +45,8 @@ class AsyncClient:
     def __init__(
         self, base_url: str, api_key: str, *, tries: int = 8, timeout_s: float = 600.0
     ) -> None:
-        """base_url: as the openai SDK takes it, with /v1. timeout_s: of one try."""
+        """Prepare a client. base_url: as the openai SDK takes it, with /v1. timeout_s:
+        of one try."""
         self._http = httpx.AsyncClient(
             base_url=base_url.rstrip("/") + "/",
             headers={"Authorization": f"Bearer {api_key}"},
@@ -164,7 +165,7 @@ class Client:
     """The same without async: each method of `AsyncClient`, run to its end."""
 
     def __init__(self, base_url: str, api_key: str, **options: Any) -> None:
-        """As `AsyncClient`."""
+        """Prepare a client, as `AsyncClient`."""
         self._runner = asyncio.Runner()
         self._client = AsyncClient(base_url, api_key, **options)
 

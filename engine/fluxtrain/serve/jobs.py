@@ -54,7 +54,7 @@ class Supervised(Body):
 
 
 class Method(Body):
-    """OpenAI's name of what is learnt from."""
+    """OpenAI's name of a training method."""
 
     type: str = "supervised"
     supervised: Supervised = Field(default_factory=Supervised)

@@ -150,7 +150,7 @@ class Queue:
     def __init__(
         self, store: Store, settings: ServeSettings, command: tuple[str, ...] = TRAINER
     ) -> None:
-        """command: what starts a trainer, before its arguments."""
+        """Prepare the queue; command: starts a trainer, before its arguments."""
         self._store, self._settings, self._command = store, settings, command
         self._started: dict[str, subprocess.Popen[bytes]] = {}
         self._told_stop_s: dict[str, float] = {}
@@ -417,7 +417,7 @@ class _Examined:
 
 
 def _was_told_to_stop(run: RunDir) -> bool:
-    """Return whether a run was told to stop over its socket, as by the app."""
+    """Return whether a run was asked to stop over its socket, as by the app."""
     events = filter(None, map(decode_line, tail_lines(run.journal, 1 << 18)))
     newest = next((one for one in events if isinstance(one, CommandAnswered)), None)
     return newest is not None and newest.command == "stop" and newest.ok

@@ -56,7 +56,8 @@ class Service:
         trainer: tuple[str, ...] = TRAINER,
         program: tuple[str, ...] = FLUXTRAIN,
     ) -> None:
-        """trainer, program: what starts `fluxtrain train` and other commands of `fluxtrain`."""
+        """Prepare the service; trainer, program: commands that start `fluxtrain train` and other
+        commands of `fluxtrain`."""
         self.store, self.settings, self._program = store, settings, program
         self.queue = Queue(store, settings, trainer)
         self.worker = Worker(self._may_answer, program)

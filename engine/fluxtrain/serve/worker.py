@@ -84,7 +84,7 @@ class Worker:
     no answer is under way."""
 
     def __init__(self, may_run: Callable[[], bool], program: tuple[str, ...] = FLUXTRAIN) -> None:
-        """may_run: whether there is memory for a worker now."""
+        """Prepare a worker; may_run: returns whether memory allows one now."""
         self._may_run, self._program = may_run, program
         self._worker: _Worker | None = None
         self._changing = asyncio.Lock()

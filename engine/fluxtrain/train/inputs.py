@@ -126,7 +126,7 @@ def ready_inputs(
     device: ChoiceMade,
     chosen: tuple[ChoiceMade, ...],
 ) -> Inputs:
-    """Load the inputs of a run, told and prepared for its method."""
+    """Load the inputs of a run, announced and prepared for its method."""
     seed_everything(config.train.seed)
     fits = partial(refuse_before_loading, config, machine, device.value, disk)
     tell, waits = partial(session.announcer.phase, "loading"), session.disk.until_written

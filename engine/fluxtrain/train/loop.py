@@ -361,7 +361,7 @@ class TrainingLoop(Generic[B]):
         self._announcer.phase("training")
 
     def _disturbed(self) -> None:
-        """Note that something other than a step happens: the next step is timed by itself."""
+        """Note that something other than a step happens: the next step is timed separately."""
         self._changes.disturbed()
         self._clock_before = None
 

@@ -81,9 +81,10 @@ class Samples:
         *,
         talks: bool,
     ) -> None:
-        """talks: the model learns conversations, so `auto` prompts are a user's words.
+        """Prepare samples.
 
-        Raises BadInput for a prompt that the model cannot take.
+        talks: the model learns conversations, so `auto` prompts are a user's words. Raises
+        BadInput for a prompt that the model cannot take.
         """
         self._settings, self._model, self._announcer = settings, model, announcer
         self._prompts = list(prompts)

@@ -193,7 +193,7 @@ def _link_bytes_per_s(generation: int | None, width: int | None) -> float | None
 
 
 def several_cards_findings(probe: ProbeAnswer) -> Iterator[Finding]:
-    """Yield all findings about cards beside each other, in no order."""
+    """Yield all findings that compare several cards, in no order."""
     if len(probe.cards) < 2:
         return
     for card in probe.cards:
@@ -211,7 +211,7 @@ def several_cards_findings(probe: ProbeAnswer) -> Iterator[Finding]:
 
 
 def _up(probe: ProbeAnswer) -> dict[int, float]:
-    """Bytes a second to each card whose bus was measured."""
+    """Return the bytes a second to each card whose bus was measured."""
     rates = {
         card.index: probe.rate(card_rate_name(card.index, "h2d_pinned")) for card in probe.cards
     }

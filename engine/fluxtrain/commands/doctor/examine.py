@@ -60,7 +60,7 @@ def ranked(found: list[Finding]) -> tuple[Finding, ...]:
 def examine(
     run_dir: Path, *, fresh: bool = False, say: Callable[[str], None] = lambda _: None
 ) -> DoctorAnswer:
-    """Report on this machine and on the disk that holds `run_dir`; `say` is told the progress."""
+    """Report on this machine and on the disk that holds `run_dir`; `say` gets the progress."""
     with _one_order_of_sums():
         measured = probe(run_dir, fresh=fresh, report=say)
         say("starting the engine")

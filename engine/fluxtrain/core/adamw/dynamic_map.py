@@ -148,7 +148,8 @@ def codes_of(x: Tensor, factor: Tensor, *, signed: bool) -> Tensor:
 
 
 def quantise(x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
-    """Quantise flat finite fp32 `x`: codes (n,) uint8, scales (blocks of 256 elements,) fp32."""
+    """Quantise flat finite fp32 `x`; return codes (n,) uint8 and scales (blocks of 256 elements,)
+    fp32."""
     n = x.numel()
     padded = torch.nn.functional.pad(x, (0, -n % BLOCK)).view(-1, BLOCK)
     scales = padded.abs().amax(1).clamp(min=LEAST_SCALE)

@@ -128,7 +128,7 @@ def adamw8(
 def adamw16(
     master: Tensor, m: Tensor, v: Tensor, grad: Tensor, c: Coefficients, rounding: Rounding
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One AdamW update with m and v in bf16, rounded at random; returns the new (master, m, v)."""
+    """Update once with m and v in bf16, rounded at random; return the new (master, m, v)."""
     master, wide_m, wide_v = _fused(master, m.float() * c.beta1, v.float() * c.beta2, grad, c)
     bits = random_bits(rounding, master.numel(), master.device)
     return master, _rounded(quiet(wide_m), bits & 0xFFFF), _rounded(quiet(wide_v), bits >> 16)

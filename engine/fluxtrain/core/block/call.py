@@ -100,7 +100,7 @@ class Call(UnitCall):
 
     @property
     def rows_at_once(self) -> int:
-        """Rows of the largest chunk."""
+        """Return the rows of the largest chunk."""
         return max(stop - first for first, stop in (chunk.span for chunk in self.chunks))
 
     # -- forward -----------------------------------------------------------------------------------

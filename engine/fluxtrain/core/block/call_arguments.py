@@ -149,7 +149,7 @@ class CallArguments:
                 )
 
     def fetch(self, offload: ActivationOffload, kept: Sequence[Tensor]) -> list[Tensor]:
-        """Return all inputs on the device: those that were kept, and those that were offloaded."""
+        """Return all inputs on the device, both kept and offloaded ones."""
         stayed, offloaded = iter(kept), self._offloaded
         return [
             offload.fetch(offloaded[i]) if i in offloaded else next(stayed)

@@ -40,7 +40,7 @@ _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8, torch.bfloat16: 3e-2, to
 
 
 def chunks(context: Context, unit: Unit, rows: int, tree: Tree, tensors: Sequence[Tensor]) -> bool:
-    """True when this unit should cut a batch of `rows` into chunks."""
+    """Return whether this unit should cut a batch of `rows` into chunks."""
     if unit.group.kind != "block" or rows < 2 or 0 < rows <= context.chunk_rows:
         return False
     if not try_chunks(context, unit, tree, tensors, rows):
@@ -66,8 +66,8 @@ def spans(rows: int, chunk_rows: int) -> list[tuple[int, int]]:
 def try_chunks(
     context: Context, unit: Unit, tree: Tree, tensors: Sequence[Tensor], rows: int
 ) -> bool:
-    """True when chunks give the results of the whole batch. Tried once for each mode, set of cut
-    arguments, structure and choice of the arguments, which may each change what is computed."""
+    """Return whether chunks give the results of the whole batch. Tried once for each mode, set of
+    cut arguments, structure and choice of the arguments, which may each change what is computed."""
     name = ambiguous(unit.original, tree, tensors, rows)
     if name is not None:
         context.say(

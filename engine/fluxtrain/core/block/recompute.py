@@ -84,7 +84,7 @@ class Saved:
             self.clear()
 
     def is_full(self) -> bool:
-        """True when every counted tensor is there."""
+        """Return whether every counted tensor is there."""
         return len(self._found) == self._count
 
     def fill(self, run: Callable[[], None], *, to_the_end: bool) -> None:

@@ -26,7 +26,7 @@ class HostRandom:
         return HostRandom(random.getstate(), np.random.get_state())
 
     def has_moved(self) -> bool:
-        """True when something drew from them since."""
+        """Return whether random numbers were drawn since."""
         _, words, place, *_ = self.numpy
         _, now, place_now, *_ = np.random.get_state()
         return (
@@ -66,7 +66,7 @@ class RandomState:
             torch.cuda.set_rng_state(torch.cuda.get_rng_state(device), first)
 
     def has_moved(self, device: torch.device) -> bool:
-        """True when something drew since, on the host or on `device`."""
+        """Return whether random numbers were drawn since, on the host or on `device`."""
         now = RandomState.now(device, host=False)
         moved = not torch.equal(now.cpu, self.cpu)
         if self.cuda is not None and now.cuda is not None:

@@ -25,8 +25,11 @@ from fluxtrain.core.runtime.context import Context
 def receive(
     context: Context, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], Moved]:
-    """Return the unit's arguments with all tensors on its card or on their way there, and which of
-    them are copies. Those that many blocks get, and that ask for no gradient, are copied once."""
+    """Return the unit's arguments with all tensors on its card or on their way, and which of them
+    are copies.
+
+    Tensors that many blocks get and that require no gradient are copied once.
+    """
     tree, tensors = flatten((args, kwargs), once=True)
     card = context.card_of(unit)
     known = [_known(context, tensor) for tensor in tensors]
@@ -114,9 +117,8 @@ class _Sent(torch.autograd.Function):
 
 
 def send_gradient(gradient: Tensor, source: EngineCard, target: EngineCard) -> Tensor:
-    """Return a copy of a gradient on `target`, for which code outside of blocks waits: a block
-    knows when it is there, but torch may give it to an operation between two blocks, or add it to
-    another."""
+    """Return a copy of a gradient on `target`, and let code outside of blocks wait for it: torch
+    may pass it to an operation between two blocks, or add it to another."""
     made = _copy(gradient, gradient, source, target)
     arrivals = arrivals_of(made)
     for point in () if arrivals is None else arrivals.points:
@@ -147,11 +149,11 @@ def _copy(values: Tensor, known: Tensor, source: EngineCard, target: EngineCard)
 
 
 class SeenOnFirstCard(Tensor):
-    """An alias of a tensor on another card, without memory of its own.
+    """An alias of a tensor on another card, without memory.
 
-    Functions of torch see the tensor on the first card in its place. What never asks for such a
-    replacement (an `autograd.Function`, `vmap`, hooks of modules) computes with the alias: autograd
-    knows it as made from the tensor, and each operation below autograd gets the values.
+    torch's functions get the tensor on the first card in its place. Code that never asks for such
+    a replacement (an `autograd.Function`, `vmap`, hooks of modules) computes with the alias:
+    autograd knows it as made from the tensor, and each operation below autograd gets the values.
     """
 
     plain: Tensor

@@ -31,7 +31,8 @@ class CudaTransfer:
     """A `Transfer` that is queued on a CUDA stream, now or later; events tell when it ran."""
 
     def __init__(self, stalls: Stalls, current: CurrentStream, late: str = "update") -> None:
-        """`late` is what the computation waits for while the copy is not on its stream."""
+        """Begin a transfer; the computation waits for `late` while the copy is not yet on its
+        stream."""
         self._stalls, self._current, self._late = stalls, current, late
         self._issued = threading.Event()
         self._arrived = False  # once seen: asking the driver again would release the GIL
@@ -67,7 +68,7 @@ class CudaTransfer:
         return self._start.elapsed_time(self.end) / 1e3 if self.done() else None
 
     def _has_arrived(self) -> bool:
-        """True when a copy that was issued has arrived."""
+        """Return whether a copy that was issued has arrived."""
         if not self._arrived:
             self._arrived = bool(self.end.query())
         return self._arrived
@@ -111,11 +112,9 @@ class CudaTransfer:
 
 
 class CudaDevice(Device):
-    """One NVIDIA GPU. Copies run on three streams beside the computation's; only `free`, `follows`
-    and the computation's waits order copies of different streams.
-
-    Host memory that is not page-locked is copied by threads, through `Staging`.
-    """
+    """One NVIDIA GPU. Copies run on three streams concurrently with the computation's. Only
+    `free`, `follows` and the computation's waits order copies of different streams. Host memory
+    that is not page-locked is copied by threads, through `Staging`."""
 
     pins = True
 
@@ -299,7 +298,7 @@ def _failure(done: Future[None]) -> BaseException | None:
 
 
 def _was_issued(transfer: Transfer) -> bool:
-    """True when the transfer is on a stream, so that streams can wait for it."""
+    """Return whether the transfer is on a stream, so that streams can wait for it."""
     return transfer.instants() is not None
 
 

@@ -27,16 +27,17 @@ class Transfer(Protocol):
 
     @property
     def duration_s(self) -> float | None:
-        """Seconds that the copy took; None while they are not known."""
+        """Return the seconds that the copy took; None while they are not known."""
 
     def instants(self) -> tuple[Instant, Instant] | None:
-        """When it began and ended, for the recorder; None until it was issued (on CPU: made)."""
+        """Return when the copy began and ended, for the recorder; None until it was issued (on
+        CPU: made)."""
 
     def done(self) -> bool:
-        """True when the bytes have arrived."""
+        """Return whether the bytes have arrived."""
 
     def failed(self) -> bool:
-        """True when the copy was never made, because the update it waited for failed."""
+        """Return whether the copy was never made, because the update it waited for failed."""
 
     def wait_host(self) -> None:
         """Block this thread until the bytes have arrived; raise what made the copy fail."""
@@ -46,12 +47,12 @@ class Transfer(Protocol):
 
 
 def all_arrived(transfers: Iterable[Transfer]) -> bool:
-    """True when a copy that follows these has none of them to wait for."""
+    """Return whether all these transfers have arrived."""
     return all(transfer.done() for transfer in transfers)
 
 
 class Device:
-    """What the engine asks of a device. What is answered here holds for a device of its own whose
+    """The engine's interface to a device. The defaults here are those of a single device whose
     computations end before the next begins."""
 
     torch_device: torch.device
@@ -63,14 +64,14 @@ class Device:
 
     @property
     def disk(self) -> DiskReads:
-        """What reads weights from files."""
+        """Return the reader of weights from files."""
         if self._disk is None:
             self._disk = DiskReads(pin=self.pins)
         return self._disk
 
     @property
     def disk_read_bytes(self) -> int:
-        """Bytes of weights that were read from files."""
+        """Return the bytes of weights that were read from files."""
         return 0 if self._disk is None else self._disk.read_bytes
 
     def upload(
@@ -98,8 +99,8 @@ class Device:
         raise NotImplementedError
 
     def read(self, point: Any, to: Tensor, source: Tensor) -> None:
-        """Copy device `source`, as it is after the point, to host `to` on this thread, beside the
-        computation. One thread at a time."""
+        """Copy device `source`, as it is after the point, to host `to` on this thread, while the
+        device computes. One thread at a time."""
         to.copy_(source)
 
     def for_copies(self, memory: Tensor) -> Tensor:

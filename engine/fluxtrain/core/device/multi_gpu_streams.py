@@ -47,7 +47,8 @@ class MultiGpuStreams:
 
     @contextmanager
     def computing(self, *, joins: Joins, lane: int) -> Iterator[None]:
-        """Queue on the compute stream of a lane inside; the code around waits for it afterwards."""
+        """Queue the context's operations on the compute stream of a lane; the surrounding stream
+        waits for it afterwards."""
         outside = self._outside()
         if outside in self._computes:
             yield

@@ -43,12 +43,13 @@ class PageLocks:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that this process has locked, by us or by torch's own allocator, used or not."""
+        """Return the bytes that this process has locked, by us or by torch's own allocator, used
+        or not."""
         return self.locked_bytes + self._torch_bytes()
 
     @property
     def may_lock(self) -> bool:
-        """True while no lock was refused."""
+        """Return whether no lock was refused."""
         return not self.refused_bytes
 
     def lock(self, address: int, size_bytes: int, arena: Arena | None = None) -> bool:
@@ -91,7 +92,7 @@ class PageLocks:
         return torch.empty(shape, dtype=dtype)
 
     def holds(self, memory: Tensor) -> bool:
-        """True when this host memory is page-locked, by us or by torch's own allocator."""
+        """Return whether this host memory is page-locked, by us or by torch's own allocator."""
         with self._guard:
             if self._start_of(memory) is not None:
                 return True

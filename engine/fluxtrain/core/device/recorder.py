@@ -29,15 +29,15 @@ class Passing(Protocol):
     """A copy whose instants are known later."""
 
     def instants(self) -> tuple[Instant, Instant] | None:
-        """When it began and ended; None until it was issued (on CPU: made)."""
+        """Return when the copy began and ended; None until it was issued (on CPU: made)."""
 
     def failed(self) -> bool:
-        """True when it was never made."""
+        """Return whether the copy was never made."""
 
 
 @dataclass(eq=False, slots=True)
 class Note:
-    """One interval; `stop` is None while it goes on. Where `copy` is set, it has both instants."""
+    """One interval; `stop` is None until it ends. `copy`, where set, has both instants."""
 
     lane: str
     kind: str
@@ -193,7 +193,7 @@ class Recorder:
 
     @property
     def clocks(self) -> tuple[HostClock | CudaClock, ...]:
-        """The clocks of all cards whose notes are here, in their order."""
+        """Return the clocks of all cards with notes here, in order."""
         return (self.clock, *(other.clock for other in self._followers))
 
     def stop(self) -> None:

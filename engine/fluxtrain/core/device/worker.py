@@ -21,7 +21,7 @@ class Job(Protocol):
         """Wait for its end; raises what made it fail."""
 
     def done(self) -> bool:
-        """Has it ended?"""
+        """Return whether it has ended."""
 
 
 class Worker:

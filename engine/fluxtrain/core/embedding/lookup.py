@@ -48,7 +48,7 @@ def choose_rows(context: Context) -> None:
 
 
 def is_plain_embedding(module: nn.Module) -> bool:
-    """True when the module is an embedding whose rows can be looked up a few at a time."""
+    """Return whether the module is an embedding whose rows can be looked up a few at a time."""
     if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
         return False
     own = "_fluxtrain_forward" if "_fluxtrain_unit" in module.__dict__ else "forward"
@@ -58,7 +58,7 @@ def is_plain_embedding(module: nn.Module) -> bool:
 
 
 def can_look_up_rows(unit: Unit) -> bool:
-    """True when the unit is such an embedding and no hook watches its weight."""
+    """Return whether the unit is such an embedding and no hook watches its weight."""
     looked_at = torch.is_grad_enabled() and _hooks_of(unit.group.members[0].parameter)
     with torch._C.DisableTorchFunctionSubclass():  # no read that would wait for an update
         return is_plain_embedding(unit.module) and not looked_at
@@ -99,7 +99,7 @@ def look_up(
 
 
 def passes_in_parts(context: Context, group: Group) -> bool:
-    """True when no unit computes with the whole group at once, so that it needs no slot."""
+    """Return whether no unit computes with the whole group at once, so that it needs no slot."""
     if any(
         unit.vocab_chunks is not None and unit.vocab_chunks.group is group for unit in context.units
     ):

@@ -24,8 +24,8 @@ from fluxtrain.core.memory.segment import Member, Segment
 class Gradients:
     """Sums each group's gradients over a backward pass; used by the thread that runs it.
 
-    A group has one flat sum at most, and beside it one of parts: the vocabulary chunks of a head
-    (whose weight may be used whole elsewhere in the model), or the rows of an embedding.
+    A group has at most one flat sum and one sum of a part: the vocabulary chunks of a head (whose
+    weight may be used whole elsewhere in the model), or the rows of an embedding.
     """
 
     def __init__(
@@ -35,7 +35,8 @@ class Gradients:
         uploaded: Report,
         arrivals: dict[Group, Arrival] | None = None,
     ) -> None:
-        """`arrivals`: gradients on the host, which several devices' sums share."""
+        """Begin without sums. `arrivals`: gradients on the host, which several devices' sums
+        share."""
         self._device = device
         self.host = HostGradients(device, downloaded, uploaded, arrivals)
         # shared by groups that finish within their backward, by the lane that they compute on
@@ -46,7 +47,8 @@ class Gradients:
 
     @property
     def device_bytes(self) -> int:
-        """Device memory of open sums, of staging, and of rows that stay for further passes."""
+        """Return the device memory of open sums, of staging, and of rows that stay for further
+        passes."""
         flats = [total.flat for total in list(self._flat.values())]  # other threads ask
         flats += list(self._scratch.values())
         held = {id(flat.untyped_storage()): flat.nbytes for flat in flats}
@@ -117,7 +119,7 @@ class Gradients:
         return flat[:count].zero_().view(shape)
 
     def is_open(self, group: Group) -> bool:
-        """True while a sum of this group is on the device."""
+        """Return whether a sum of this group is on the device."""
         return group in self._flat or group in self._parts
 
     def open_groups(self) -> list[Group]:
@@ -297,7 +299,7 @@ class FlatSum:
 
 
 def can_become_sum(group: Group, gradient: Tensor) -> bool:
-    """True when this gradient of a member is laid out as all of the group's flat sum."""
+    """Return whether this gradient of a member is laid out as all of the group's flat sum."""
     flat = gradient.dtype == torch.float32 and gradient.is_contiguous()
     return flat and gradient.numel() == group.trained_elements
 
@@ -336,8 +338,8 @@ def copy_all(copies: list[tuple[Tensor, Tensor]]) -> None:
 def norms_of(views: list[Tensor], group: Group) -> Tensor:
     """Return the 2-norms (views,) in fp32 of rounded gradients of the group.
 
-    Their memory is taken first and as one: scalars made beside the norm's own temporaries would
-    keep malloc from reusing those (a quarter of a gigabyte for a model of 0.2 on CPU).
+    Their memory is allocated first and at once: scalars allocated between the norm's temporaries
+    would keep malloc from reusing those (a quarter of a gigabyte for a model of 0.2 on CPU).
     """
     if group.by_rows:
         return torch.stack([norm_by_rows(view).squeeze(0) for view in views])

@@ -40,7 +40,7 @@ class Arrival:
     rows: RowSum | None = None  # stay on the device for further passes: the host's are not in place
 
     def is_of(self, members: list[Member]) -> bool:
-        """True when `norms` are those of these members and of no other."""
+        """Return whether `norms` are those of these members and of no other."""
         known = 0 if self.norms is None else self.norms.numel()
         return known == len(members) and self.norm_of.keys() == {m.index for m in members}
 
@@ -51,7 +51,7 @@ class Arrival:
 
     @staticmethod
     def of(transfers: list[Transfer], norms: list[Tensor], members: list[Member]) -> Arrival:
-        """`norms` are those of the members in their order, in one or more tensors."""
+        """Store `norms` of the members in their order, in one or more tensors."""
         together = norms[0] if len(norms) == 1 else torch.cat(norms)
         return Arrival(transfers, together, {m.index: place for place, m in enumerate(members)})
 
@@ -88,7 +88,7 @@ class HostGradients:
 
     @property
     def device_bytes(self) -> int:
-        """Device memory of staging, and of rows that stay for further passes."""
+        """Return the device memory of staging, and of rows that stay for further passes."""
         rows = [a.rows for a in list(self.arrivals.values())]  # other threads ask
         return self.staging.device_bytes + sum(r.values.nbytes for r in rows if r is not None)
 
@@ -122,7 +122,8 @@ class HostGradients:
     # -- what arrives ------------------------------------------------------------------------------
 
     def wait(self, group: Group) -> None:
-        """Block until the group's gradients are on the host, and no other copy ends there."""
+        """Block until the group's gradients are on the host and every other copy to their memory
+        has ended."""
         for transfer in self._dropped.pop(group, ()):
             transfer.wait_host()
         arrival = self.arrivals.get(group)
@@ -426,7 +427,7 @@ class GradientStaging:
         ring.transfers[ring.turn] = transfer
 
     def holds(self, size_bytes: int, transfer: Transfer) -> bool:
-        """True when no other transfer used the transfer's buffer since."""
+        """Return whether no other transfer used the transfer's buffer since."""
         ring = self._rings.get(size_bytes)
         return ring is not None and any(one is transfer for one in ring.transfers)
 
@@ -477,8 +478,8 @@ class GradientRing:
                 borrowers.remove(group)
 
     def give_back(self, groups: Iterable[Group]) -> None:
-        """Free all buffers, between two steps. Any of `groups` may have made a buffer that was lent
-        on since."""
+        """Free all buffers, between two steps. A buffer allocated for one of `groups` may since
+        have been lent to another."""
         lent = [group for borrowers in self._borrowers.values() for group in borrowers]
         addresses = {address for group in lent for address in group.memory.give_up_gradients()}
         if addresses:

@@ -54,12 +54,13 @@ class VocabChunkSum:
 
     @property
     def device_bytes(self) -> int:
-        """Device memory of rows that are kept, and of lookups that are added on the host."""
+        """Return the device memory of rows that are kept, and of lookups that are added on the
+        host."""
         kept = 0 if self._kept is None else self._kept.values.nbytes
         return kept + sum(rows.values.nbytes for rows in list(self._late))  # other threads ask
 
     def has(self, member: Member, first: int) -> bool:
-        """True when the chunk from row `first` on was added already."""
+        """Return whether the chunk from row `first` on was added already."""
         return first in self._given.get(member.index, ())
 
     def add(self, member: Member, first: int, values: Tensor, rows: int) -> None:
@@ -138,7 +139,8 @@ class VocabChunkSum:
         return RowSum(kept.places, kept.on_device, rounded)
 
     def _carry_over(self) -> None:
-        """Copy members that nothing was added to, beside others whose sums are in fp32 now."""
+        """Copy the members without an addition in this pass to where the others' sums now are, in
+        fp32."""
         for segment, before in self._before.items():
             left = [m for m in segment.members if m.index not in self._given]
             for member in left if segment.gradient is not before else ():

@@ -101,11 +101,12 @@ class Tree:
         return put_together(self._filled(tensors), self.spec, self.shape)
 
     def nests(self) -> bool:
-        """True when a tree of (args, kwargs) has a list, dict or tuple among the arguments."""
+        """Return whether a tree of (args, kwargs) has a list, dict or tuple among the arguments."""
         return bool(self.spec.num_nodes - self.spec.num_leaves > _OUTER_NODES)
 
     def is_in(self, value: Any, tensors: Sequence[Tensor]) -> bool:
-        """True when `value`, which `fill(tensors)` returned, still has the same objects in it."""
+        """Return whether `value`, which `fill(tensors)` returned, still has the same objects in
+        it."""
         leaves, spec, _ = take_apart(value)
         return bool(spec == self.spec) and all(
             now is before for now, before in zip(leaves, self._filled(tensors), strict=True)
@@ -197,7 +198,7 @@ def is_cache(value: Any) -> bool:
 
 
 def has_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True when any argument is a cache."""
+    """Return whether any argument is a cache."""
     return any(is_cache(v) for v in (*args, *kwargs.values()))
 
 

@@ -56,8 +56,8 @@ class BoundWeights:
             )
 
     def are_referred_to(self) -> bool:
-        """True when the computation left references to a slot behind, such as a view of a weight
-        that is stored on `ctx`. Looks twice: another thread may hold one for a moment."""
+        """Return whether the computation left references to a slot, such as a view of a weight
+        stored on `ctx`. Looks twice: another thread may hold one for a moment."""
         if not self._has_more():
             return False
         time.sleep(_MOMENT_S)

@@ -55,8 +55,8 @@ class CallOutputs:
 
 
 def argument_at(output: Tensor, given: Sequence[Tensor]) -> int | None:
-    """Return the position of the argument that an output is; None if none is. One that asks for a
-    gradient must be the same object: a view of it may have a backward of its own."""
+    """Return the position of the argument that an output is; None if none is. An argument that
+    requires a gradient must be the same object: a view of it may have another backward."""
     for i, argument in enumerate(given):
         alike = not output.requires_grad and not argument.requires_grad
         if output is argument or (alike and same_elements(output, argument)):

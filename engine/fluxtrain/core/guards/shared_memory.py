@@ -34,7 +34,8 @@ def storage_of(tensor: Tensor) -> int:
 
 
 def same_elements(one: Tensor, other: Tensor) -> bool:
-    """True when two tensors are the same elements of the same memory, in one shape and dtype."""
+    """Return whether two tensors are the same elements of the same memory, in one shape
+    and dtype."""
     return (
         storage_of(one) == storage_of(other)
         and one.dtype == other.dtype
@@ -45,7 +46,7 @@ def same_elements(one: Tensor, other: Tensor) -> bool:
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
-    """True when two tensors have an element in common."""
+    """Return whether two tensors have an element in common."""
     if not (one.numel() and other.numel()) or storage_of(one) != storage_of(other):
         return False
     if one.dtype != other.dtype:

@@ -103,7 +103,7 @@ def advice(groups: Iterable[Group]) -> str:
 
 
 def wide_frozen_weights(groups: Iterable[Group]) -> int:
-    """Count the blocks' frozen weights in fp32 beside adapters; 0 unless they are most of them."""
+    """Count the blocks' frozen fp32 weights under adapters; 0 unless they are most of them."""
     blocks = [group for group in groups if group.kind == "block"]
     frozen = [m for group in blocks for m in group.members if not m.trained]
     wide = sum(m.count for m in frozen if m.segment.dtype == torch.float32)

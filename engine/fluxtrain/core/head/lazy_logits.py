@@ -115,7 +115,8 @@ class LazyLogits(Tensor):
         )  # fmt: skip
 
     def written(self) -> bool:
-        """True when the real logits were changed in place. Raises when that was through a view."""
+        """Return whether the real logits were changed in place. Raises when that was through a
+        view."""
         changed = [real for real, version in self._computed if real._version != version]
         if any(real is not self._real for real in changed):
             raise MisusedModel(
@@ -125,8 +126,8 @@ class LazyLogits(Tensor):
         return bool(changed)
 
     def watched(self) -> bool:
-        """True when the gradient of the real logits is retained or hooked; then operations must
-        compute with the real logits."""
+        """Return whether the gradient of the real logits is retained or hooked; then operations
+        must compute with the real logits."""
         real = self._real
         return real is not None and (real.retains_grad or bool(real._backward_hooks))
 
@@ -288,8 +289,11 @@ def _cross_entropy(lazy: LazyLogits, rest: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _refused(lazy: LazyLogits, target: Tensor, ignore_index: int) -> bool:
-    """True for targets that torch refuses, with its reason. Values on a GPU are not read here: a
-    target outside the vocabulary makes the loss NaN (`loss_of_head`)."""
+    """Return whether torch refuses these targets, for its reason.
+
+    Values on a GPU are not read here: a target outside the vocabulary makes the loss NaN
+    (`loss_of_head`).
+    """
     if target.dtype != torch.int64 or target.shape != lazy.shape[:1]:
         return True
     wrong = outside(target, ignore_index, lazy.shape[-1])

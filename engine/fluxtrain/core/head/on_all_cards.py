@@ -129,8 +129,11 @@ class _OtherCard:
     def __init__(
         self, card: EngineCard, loss: WholeLoss, gradients: HeadGradients, *, sends: bool
     ) -> None:
-        """`loss`: its tensors are on their way to the card. `sends`: slopes are added up on the
-        first card, not here. `gradients`: the wanted ones, on the first card."""
+        """Begin with a loss whose tensors are on their way to the card.
+
+        `sends`: slopes are added up on the first card, not here. `gradients`: the wanted ones, on
+        the first card.
+        """
         self._card, self._loss, self._sends = card, loss, sends
         self._for_hidden = gradients.hidden is not None
         self._turns: list[_Turn] = []
@@ -182,8 +185,8 @@ class _OtherCard:
         return self._turns[self._at]
 
     def _kept(self, turn: _Turn, slope: Tensor) -> Tensor:
-        """Return a slope in memory of its turn. In memory of its own, which a copy under way keeps,
-        each further chunk would take as much."""
+        """Return a slope in the memory of its turn: a copy under way keeps its source, so each
+        further chunk would otherwise take as much again."""
         if isinstance(turn.logits, FusedLogits) and not self._loss.steps:
             return slope  # it is in what the logits are computed in
         if turn.slope is None:

@@ -31,7 +31,7 @@ class Step:
     others: tuple[Any, ...] = ()
 
     def apply(self, logits: Tensor, columns: slice) -> Tensor:
-        """Apply it to logits (..., w) of the words `columns`."""
+        """Apply the step to logits (..., w) of the tokens `columns`."""
         return self.func(logits, *(_cut(other, columns) for other in self.others))
 
 
@@ -78,7 +78,7 @@ def pull_back(
 
 
 def copies_of(steps: Steps) -> int:
-    """Return how many copies of a chunk's logits there are at a time."""
+    """Return how many copies of a chunk's logits exist at a time."""
     return _COPIES if steps else 1
 
 

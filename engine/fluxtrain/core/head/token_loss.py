@@ -82,7 +82,7 @@ class VocabRange:
 
     @property
     def columns(self) -> slice:
-        """The token ids in the range."""
+        """Return the token ids in the range."""
         return slice(self.first, self.first + len(self.weight))
 
 
@@ -173,7 +173,7 @@ class FusedLogits:
         collect: bool,
         scale: Tensor | None,
     ) -> Tensor | None:
-        """As `PlainLogits.compute`."""
+        """Compute as `PlainLogits.compute` does."""
         product = self._product(hidden, words)
         logits = after(self._steps, product, words.columns)
         kernel: Any = _row

@@ -64,7 +64,7 @@ def choose_vocab_chunks(context: Context) -> None:
 
 
 def _comes_apart(unit: Unit) -> bool:
-    """True when the head's weight is its own alone, or that of an embedding looked up by rows."""
+    """Return whether only this head uses its weight, or also an embedding looked up by rows."""
     if not unit.is_linear_head:
         return False
     if not unit.borrowed:

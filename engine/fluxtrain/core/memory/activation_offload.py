@@ -111,7 +111,7 @@ class OffloadedActivation:
 
     @property
     def unchanged_source(self) -> Tensor | None:
-        """The tensor itself, while its memory is kept and no code has written to it."""
+        """Return the tensor itself, while its memory is kept and no code has written to it."""
         source = self.source
         return source if source is not None and source._version == self.version else None
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class GroupJobs:
-    """What runs beside the training and reads or writes a group's memory on the host."""
+    """Jobs that run concurrently with the training and read or write a group's host memory."""
 
     def __init__(self) -> None:
         self.pending: Future[None] | None = None  # an update under way: its weights
@@ -30,7 +30,7 @@ class GroupJobs:
 
     @property
     def under_way(self) -> bool:
-        """Whether an update of the group, or its moments, is not done."""
+        """Return whether an update of the group or of its moments is unfinished."""
         return any(job is not None and not job.done() for job in (self.pending, self.moments))
 
     def wait(self) -> None:
@@ -94,7 +94,7 @@ class Group(GroupLayout):
 
     @property
     def placement(self) -> GroupPlacement:
-        """Its row of the placement table."""
+        """Return the group's row of the placement table."""
         return self.memory.placement
 
     @placement.setter
@@ -111,7 +111,7 @@ class Group(GroupLayout):
 
     @property
     def has_state(self) -> bool:
-        """Whether it was ever updated, so that it has moments."""
+        """Return whether the group was ever updated, so that it has moments."""
         return any(s.m is not None for s in self.trained)
 
     def weights_changed(self, *, frozen: bool) -> None:

@@ -61,17 +61,17 @@ class GroupLayout:
 
     @property
     def trained_count(self) -> int:
-        """Trained parameters, one by one."""
+        """Count the trained parameters."""
         return sum(m.count for s in self.trained for m in s.members)
 
     @property
     def trained_elements(self) -> int:
-        """Trained parameters with the padding between members."""
+        """Count the trained elements, with the padding between members."""
         return sum(s.elements for s in self.trained)
 
     @property
     def low_bit_elements(self) -> int:
-        """Trained elements whose moments may be kept in fewer bits than fp32."""
+        """Count the trained elements whose moments may have fewer bits than fp32."""
         members = [(s, m) for s in self.trained for m in s.members]
         return sum(
             s.allot(s.dtype.itemsize, m.count)
@@ -81,40 +81,42 @@ class GroupLayout:
 
     @property
     def count(self) -> int:
-        """Parameters, one by one, trained or not."""
+        """Count the parameters, trained or not."""
         return sum(m.count for m in self.members)
 
     @property
     def trained_bytes(self) -> int:
-        """Bytes of the trained weights, which lie before all others."""
+        """Return the bytes of the trained weights, which lie before all others."""
         frozen = (s.offset_bytes for s in self.segments if not s.trained)
         return min(frozen, default=self.weight_bytes)
 
     @property
     def packed_segments(self) -> list[Segment]:
-        """Segments whose weights are unpacked before they are computed with."""
+        """Return the segments that are unpacked before their use."""
         return [s for s in self.segments if s.packed is not None]
 
     @property
     def file_segments(self) -> list[Segment]:
-        """Segments that lie in files where the group's weights are on disk; they come last."""
+        """Return the segments in files where the group's weights are on disk; they come last."""
         if self.packed_segments or self.frozen != "plain":
             return self.packed_segments
         return [segment for segment in self.segments if not segment.trained]
 
     @property
     def beside_files_bytes(self) -> int:
-        """Bytes of the weights that are on the host even so; they lie before those in files."""
+        """Return the bytes of weights that stay on the host even then; they precede those in
+        files."""
         return min((s.offset_bytes for s in self.file_segments), default=self.weight_bytes)
 
     @property
     def dense_bytes(self) -> int:
-        """Bytes of the packed weights while they are unpacked."""
+        """Return the bytes of the packed weights once unpacked."""
         return sum(aligned(s.dense_bytes) for s in self.packed_segments)
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of what completes the masters, and of the moments; 0 before the first step."""
+        """Return the bytes that complete the masters, and of the moments; 0 before the
+        first step."""
         return sum(flat.nbytes for s in self.trained for flat in s.states().values())
 
     @property

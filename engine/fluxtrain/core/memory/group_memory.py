@@ -30,10 +30,10 @@ Span = tuple[torch.dtype, int, int]  # of a flat tensor: dtype, elements, offset
 
 
 def refuse_tiers(rows: Iterable[GroupPlacement], *, on_disk: Collection[str] = ()) -> None:
-    """Raise BadInput for rows that ask for tiers that no code moves bytes to and from yet. Weights
-    on disk are the frozen ones of a block: those that it trains, and all else, are on the host.
+    """Raise BadInput for rows with tiers that no code can move bytes to or from.
 
-    on_disk: names of the groups whose weights files can hold.
+    Only frozen weights of blocks can be on disk; trained weights and everything else are on the
+    host. on_disk: names of the groups whose weights files can hold.
     """
     for row in rows:
         for kind in KINDS[1:]:
@@ -142,19 +142,19 @@ class GroupMemory:
 
     @property
     def files(self) -> list[FilePart]:
-        """The files of weights on disk, with the offsets of their bytes in the group."""
+        """Return the files of weights on disk, with the offsets of their bytes in the group."""
         return [(s.offset_bytes, s.file) for s in self._in_files if s.file is not None]
 
     @property
     def weight_bytes(self) -> dict[Tier, int]:
-        """Bytes of the weights on each tier."""
+        """Return the bytes of the weights on each tier."""
         if not self.placement.is_on("disk"):
             return {self.placement.weights: self._weight_bytes}
         beside = self._beside_files_bytes
         return {"host": beside, "disk": self._weight_bytes - beside}
 
     def _view_of(self, member: Member) -> Tensor:
-        """Return the member's weights where they live, in its shape, with a storage of its own; a
+        """Return the member's weights where they live, in its shape, with a separate storage; a
         placeholder without values for packed ones, and those on disk."""
         if not member.segment.has_values:
             return placeholder(member)
@@ -200,7 +200,7 @@ class GroupMemory:
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether there is memory for the gradients."""
+        """Return whether memory for the gradients is allocated."""
         return all(segment.rounded is not None for segment in self._trained)
 
     def give_up_gradients(self) -> list[int]:
@@ -298,7 +298,7 @@ class GroupMemory:
             member.fingerprint = None
 
     def _held(self, kind: Kind) -> list[tuple[Segment, str]]:
-        """Name the tensors of a kind that the segments have beside their weights."""
+        """Name the tensors of a kind that the segments have besides weights."""
         names = _TENSORS[kind]
         return [(s, name) for s in self._segments for name in names if getattr(s, name) is not None]
 

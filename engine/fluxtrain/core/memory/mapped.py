@@ -144,8 +144,8 @@ def _file_mappings(maps: Path) -> list[_Mapping]:
 
 
 def _stays(name: str) -> bool:
-    """True when the file's pages stay without a mapping. A named file in shared memory stays; one
-    without a name (or deleted) ends with its last user."""
+    """Return whether the file's pages stay without a mapping. A named file in shared memory stays;
+    one without a name (or deleted) ends with its last user."""
     if name.startswith("/dev/shm/"):
         return not name.endswith(" (deleted)")
     return not name.startswith(("/memfd:", "/dev/"))

@@ -39,8 +39,8 @@ class WrittenBuffers:
         return {i: b.clone() for i, b in enumerate(buffers) if known is None or i in known}
 
     def _is_still_bare(self) -> bool:
-        """True while no buffer was added; faster than a walk through all modules, which takes as
-        long as some kernels."""
+        """Return whether no buffer was added. A walk through all modules would take as long as
+        some kernels."""
         return all(
             not buffers and tuple(modules.values()) == known
             for buffers, modules, known in self._bare

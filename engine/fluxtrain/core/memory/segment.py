@@ -49,8 +49,8 @@ class Member:
 
     @property
     def gradient(self) -> Tensor:
-        """The member's gradient as stored in its group's memory (its scale not applied), in its
-        shape."""
+        """Return the member's gradient as stored in its group's memory (its scale not applied), in
+        its shape."""
         return self.slice(self.segment.gradient)
 
     def states(self) -> dict[str, Tensor]:
@@ -91,33 +91,33 @@ class Segment:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the weights as they are stored."""
+        """Return the bytes of the weights as they are stored."""
         packed = self.packed
         return self.dense_bytes if packed is None else packed.size_bytes
 
     @property
     def dense_bytes(self) -> int:
-        """Bytes of the weights as they are computed with."""
+        """Return the bytes of the weights in their computing dtype."""
         return self.elements * self.dtype.itemsize
 
     @property
     def stored(self) -> tuple[torch.dtype, int]:
-        """The dtype and the count of the weights' flat tensor."""
+        """Return the dtype and the count of the weights' flat tensor."""
         if self.packed is None:
             return self.dtype, self.elements
         return torch.uint8, self.size_bytes
 
     @cached_property
     def packed(self) -> PackedLayout | None:
-        """The layout of packed weights, once all members are there; None for plain ones."""
+        """Return the layout of packed weights, once all members are added; None for plain ones."""
         if self.storage == "plain":
             return None
         return PackedLayout.of(self.storage, [member.shape for member in self.members])
 
     @property
     def has_values(self) -> bool:
-        """Whether its parameters have their values outside of a block's computation: not where they
-        are packed, or on disk."""
+        """Return whether its parameters have values outside of a block's computation: not where
+        they are packed, or on disk."""
         return self.packed is None and self.weights is not None
 
     def stored_weights(self) -> Tensor:
@@ -129,7 +129,7 @@ class Segment:
 
     @property
     def split(self) -> bool:
-        """True when the weights are the upper halves of fp32 masters."""
+        """Return whether the weights are the upper halves of fp32 masters."""
         return self.dtype == torch.bfloat16
 
     def states(self) -> dict[str, Tensor]:
@@ -180,7 +180,7 @@ class Segment:
 
     @property
     def gradient(self) -> Tensor:
-        """This step's gradients (elements,), where the group stores them."""
+        """Return this step's gradients (elements,), where the group stores them."""
         flat = self.wide if self.is_wide else self.rounded
         assert flat is not None, "no gradient has arrived yet"
         return flat

@@ -55,8 +55,8 @@ class Unit:
 
     @property
     def linear(self) -> nn.Linear | None:
-        """Of a head, whose output may stay uncomputed (LazyLogits), the linear layer: the module
-        itself, or the one inside of adapters."""
+        """Return the linear layer of a head whose output may stay uncomputed (LazyLogits): the
+        module itself, or the one inside adapters."""
         return None if self._linear is None else self._linear()
 
     @linear.setter
@@ -70,7 +70,7 @@ class Unit:
 
     @property
     def is_linear_head(self) -> bool:
-        """Tell whether its logits are `hidden @ weight.T + bias` of its own tensors."""
+        """Return whether its logits are `hidden @ weight.T + bias` of its own tensors."""
         return self.is_head and self.linear is self.module
 
     @cached_property
@@ -79,20 +79,21 @@ class Unit:
 
     @property
     def copied(self) -> list[Group]:
-        """The groups that it needs whole on the device: not an embedding that it looks up by rows,
-        nor a head in vocabulary chunks."""
+        """Return the groups that must be whole on the device: no embedding looked up by rows, no
+        head in vocabulary chunks."""
         if self.in_vocab_chunks:
             return []
         return [g for g in self.groups if g.rows is None or g is not self.group]
 
     @property
     def in_vocab_chunks(self) -> bool:
-        """True for a head that computes with two vocabulary chunks of its weight at a time."""
+        """Return whether this is a head that computes with two vocabulary chunks of its weight at
+        a time."""
         return self.vocab_chunks is not None and not self.vocab_chunks.group.is_on("device")
 
     @cached_property
     def members(self) -> list[tuple[Group, Member]]:
-        """Every parameter that this unit computes with."""
+        """Return every parameter that this unit computes with."""
         borrowed = [(group, m) for group, members in self.borrowed.items() for m in members]
         return [*((self.group, m) for m in self.group.members), *borrowed]
 

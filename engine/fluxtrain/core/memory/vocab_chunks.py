@@ -108,7 +108,7 @@ class ChunkedWeights:
         return None
 
     def _wanted(self, place: _Place) -> bool:
-        """True when the place has a prefetched chunk that no computation has used yet."""
+        """Return whether the place has a prefetched chunk that no computation has used yet."""
         return place.awaited and self._holding(place.index) is place
 
     def _memory(self) -> list[_Place]:

@@ -44,12 +44,12 @@ class Scratch:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes held."""
+        """Return the bytes held."""
         return 0 if self._memory is None else self._memory.nbytes
 
     @property
     def memory(self) -> Tensor | None:
-        """The buffer (size_bytes,) uint8; None while no group is packed."""
+        """Return the buffer (size_bytes,) uint8; None while no group is packed."""
         return self._memory
 
     def make(self, size_bytes: int) -> None:
@@ -117,7 +117,7 @@ class Window:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all slots, and of the scratch."""
+        """Return the bytes of all slots, and of the scratch."""
         return sum(slot.flat.nbytes for slot in self.slots) + self.scratch.size_bytes
 
     def add_slot(self, size_bytes: int, owner: Group | None = None) -> Slot:
@@ -173,7 +173,7 @@ class Window:
         return None if slot.transfer is not None and slot.transfer.failed() else slot
 
     def is_shared_by(self, groups: Collection[Group]) -> bool:
-        """True when one of these groups has no slot of its own."""
+        """Return whether one of these groups has no slot of its own."""
         return any(group not in self._owners for group in groups)
 
     def prefetch(self, group: Group, keep: Collection[Group] = ()) -> bool:
@@ -256,8 +256,8 @@ class Window:
         return min(shared, key=lambda s: (self._awaited(s), s.used_at, s.filled_at), default=None)
 
     def _awaited(self, slot: Slot) -> bool:
-        """True when the slot has a prefetched group that was not used yet: another prefetch must
-        not overwrite it."""
+        """Return whether the slot has a prefetched group that was not used yet: another prefetch
+        must not overwrite it."""
         return slot.used_at < 0 and slot.group is not None and self.holds(slot.group) is slot
 
     def _fill(self, slot: Slot, group: Group, cause: str) -> None:
@@ -293,8 +293,8 @@ class Window:
         self._report(group, cause, slot.transfer, stop)
 
     def _let_pass(self, before: Transfer | None) -> None:
-        """Wait for an obsolete copy into the same slot that still waits for an update. It would
-        overwrite the next copy: a device queues a copy only when the update is done."""
+        """Wait for an obsolete copy into the same slot that still waits for an update: once the
+        update is done it would be queued and overwrite the next copy."""
         if before is None or before.failed() or before.instants() is not None:
             return
         started_s = time.perf_counter()
@@ -307,7 +307,7 @@ class CopiesAhead:
     """Prefetches weights in the order in which units ran last, forward and backward."""
 
     def __init__(self, window: Window, groups: Sequence[Group], card: int = 0) -> None:
-        """`groups` are those of the whole model, of which `card` copies its own."""
+        """Copy the groups of `card`, of all the model's `groups`."""
         self._window, self._groups, self._card = window, groups, card
         self._following: dict[tuple[str, Unit | None], Unit] = {}
         self._last: dict[str, Unit | None] = {"forward": None, "backward": None}

@@ -50,7 +50,8 @@ class StateEntries(dict[int, dict[str, Any]]):
     def __init__(
         self, entries: Mapping[int, dict[str, Any]], optimizer: Optimizer | None = None
     ) -> None:
-        """Without an optimizer it belongs to none: accelerate builds dicts from entries alone."""
+        """Hold entries of an optimizer; without one, because accelerate builds dicts from entries
+        alone."""
         super().__init__(entries)
         self._optimizer: Callable[[], Optimizer | None] = (
             _nobody if optimizer is None else weakref.ref(optimizer)

@@ -111,7 +111,7 @@ class PackedLayout:
 
     @cached_property
     def places(self) -> dict[str, Place]:
-        """The arrays by name."""
+        """Return the place of each array, by name."""
         offset, found = 0, {}
         for name, (dtype, count) in self._arrays().items():
             found[name] = Place(dtype, count, offset)
@@ -126,7 +126,7 @@ class PackedLayout:
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """The bytes [start, end) between the arrays."""
+        """Return the bytes [start, end) between the arrays."""
         ends = [place.offset_bytes + place.size_bytes for place in self.places.values()]
         starts = [place.offset_bytes for place in self.places.values()][1:]
         return tuple(

@@ -120,8 +120,9 @@ class PackedCache:
         self._writes.append(self._writer.submit(self._write, self._paths[name], packed))
 
     def home_of(self, name: str, stored: Tensor | None) -> Path:
-        """Return a group's file, as the home of weights that the host does not hold; `stored`
-        (bytes,) uint8 on the host is written to it first, and none of it stays in memory.
+        """Return the file that holds a group's weights for good, where the host does not keep
+        them. `stored` (bytes,) uint8 on the host is written to it first, and none of it stays in
+        memory.
 
         Raises NoSpace where the disk is full, BadInput where the folder cannot be written to.
         """

@@ -62,7 +62,8 @@ def dynamic_map() -> Tensor:
 
 
 def nf4_codes(flat: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise flat (N,), N a multiple of 64: codes (N / 2,) uint8 and absmax (N / 64,) fp32."""
+    """Quantise flat (N,), N a multiple of 64; return codes (N / 2,) uint8 and absmax (N / 64,)
+    fp32."""
     blocks = flat.float().view(-1, BLOCK)
     absmax = blocks.abs().amax(dim=1)
     inverse = _inverse(absmax)

@@ -24,7 +24,7 @@ class RowArrivals:
     version: int  # of the tensor when it was complete
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
-        """Be nothing in a file, which any torch.load takes: all rows are there."""
+        """Pickle as nothing, which any torch.load accepts: all rows have arrived."""
         return OrderedDict, ()
 
     def within(self, first: int, stop: int) -> list[Any]:
@@ -49,11 +49,15 @@ def arrivals_of(tensor: Tensor) -> RowArrivals | None:
 
 
 class ArgumentArrivals:
-    """Waits for the arguments of a block that computes some rows at a time. What is known of their
-    arrival is noted before it runs: what it writes to some rows tells nothing of the others."""
+    """Waits for the arguments of a block that computes some rows at a time.
+
+    Arrivals are noted before the block runs: once it writes in place, they no longer describe all
+    rows.
+    """
 
     def __init__(self, device: Device, tensors: Iterable[Tensor], cut: Iterable[bool]) -> None:
-        """`cut`: which of them carry the batch's rows; the others are needed whole."""
+        """Note the tensors; `cut` names the ones that carry the batch's rows, the others are
+        needed whole."""
         self._device = device
         self._known = [
             (arrivals, has_rows)

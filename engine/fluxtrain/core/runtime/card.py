@@ -35,7 +35,8 @@ class EngineCard:
         counters: Counters,
         arrivals: dict[Group, Arrival],
     ) -> None:
-        """`groups` are those of the whole model, `arrivals` their gradients on the host."""
+        """Make the card of `number`; `groups` are the whole model's, `arrivals` their gradients on
+        the host."""
         self.number = number
         self.device = device
         self.counts = counters.cards[number]
@@ -71,7 +72,7 @@ class EngineCard:
 
     @property
     def torch_device(self) -> torch.device:
-        """The device as torch names it."""
+        """Return the device as torch names it."""
         return self.device.torch_device
 
 

@@ -64,7 +64,7 @@ class UseGuard:
 
     @property
     def computing(self) -> bool:
-        """True while a block's forward or backward is under way."""
+        """Return whether a block's forward or backward is under way."""
         return self._depth > 0
 
     def check(self) -> None:
@@ -135,7 +135,7 @@ class Context:
     """The state of one wrapped model.
 
     Used by the thread that runs the model (and by autograd's thread in the backward pass). Copies
-    and updates run beside it.
+    and updates run concurrently.
     """
 
     def __init__(self, devices: Sequence[Device], placement: Placement, *, overlap: bool) -> None:
@@ -177,7 +177,8 @@ class Context:
 
     @property
     def device(self) -> Device:
-        """The first card's device: inputs, loss and what stands outside of blocks are there."""
+        """Return the first card's device, which has inputs, loss and everything outside
+        of blocks."""
         return self.cards[0].device
 
     def card_of(self, unit: Unit) -> EngineCard:
@@ -190,7 +191,7 @@ class Context:
 
     @cached_property
     def last_block(self) -> Unit | None:
-        """The block that the forward pass comes to last, as the model lists them."""
+        """Return the last block of the forward pass, in the model's order."""
         return next((one for one in reversed(self.units) if one.group.kind == "block"), None)
 
     def begin_next_step(self) -> None:
@@ -219,7 +220,7 @@ class Context:
 
     @property
     def partly_updated(self) -> bool:
-        """True while a step in backward has updated some groups and not all."""
+        """Return whether a step in backward has updated some groups and not all."""
         return self.step_in_backward is not None and bool(self.step_in_backward.updated)
 
     def expect_gradients(self, groups: Iterable[Group]) -> None:
@@ -273,7 +274,7 @@ class Owner:
 
     @property
     def name(self) -> str:
-        """The parameter's name for messages, as in `named_parameters` of the whole model."""
+        """Return the parameter's name for messages, as in `named_parameters` of the whole model."""
         return f"{self.group.name}.{self.member.name}"
 
     @property

@@ -137,8 +137,8 @@ class Counters:
         return self._devices[group.placement.card].recorder
 
     def _count_untrained(self, group: Group, size_bytes: int) -> None:
-        """A group comes up whole, or its trained weights alone; parts of a group without trained
-        weights (rows of an embedding, a range of the head) are frozen."""
+        """Count frozen bytes of an upload: of a whole group, or of parts of a group without
+        trained weights (rows of an embedding, a range of the head)."""
         if size_bytes == group.weight_bytes:
             self.h2d_packed_bytes += packed_bytes_of(group)
             self.h2d_frozen_bytes += frozen_bytes_of(group)

@@ -55,7 +55,7 @@ class Graphs:
 
     @property
     def broke_off(self) -> bool:
-        """True when the last backward pass raised, so that its end was never called."""
+        """Return whether the last backward pass raised, so that its end was never called."""
         return bool(self._passes) and torch._C._current_graph_task_id() < 0
 
     def abandon_pass(self) -> None:
@@ -78,8 +78,8 @@ class Graphs:
         self._outside.clear()
 
     def need(self, group: Group) -> bool:
-        """True when the pass under way may still compute with the group; without a pass, when an
-        expression outside the blocks or an alias may."""
+        """Return whether the pass under way may still compute with the group; without a pass, when
+        an expression outside the blocks or an alias may."""
         if group in self._outside or any(a() is not None for a in self._aliases.get(group, ())):
             return True
         nodes = self._nodes.get(group)

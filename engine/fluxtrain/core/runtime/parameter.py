@@ -147,8 +147,11 @@ def _each(given: Any) -> Any:
 
 
 class HostGradient(Tensor):
-    """A gradient on the host. Norms are those that the device computed, a multiplication by a
-    number is recorded, and any other operation first brings the stored values up to date."""
+    """A gradient on the host.
+
+    Norms are those computed by the device, a multiplication by a number is recorded, and any other
+    operation first applies it to the stored values.
+    """
 
     _owner: Owner
 
@@ -236,7 +239,7 @@ _NORMS = {torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm}
 
 
 def _is_two_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True when the call asks for the root of the sum of all squares."""
+    """Return whether the call asks for the root of the sum of all squares."""
     given = args[1:] or [kwargs[name] for name in ("ord", "p") if name in kwargs]
     if len(given) > 1 or not set(kwargs) <= {"ord", "p"}:
         return False
@@ -329,7 +332,7 @@ class PackedValues(Tensor):
 
 
 def is_packed(value: Any) -> bool:
-    """Is `value` a wrapped parameter whose weights are packed, or on disk?"""
+    """Return whether `value` is a wrapped parameter whose weights are packed, or on disk."""
     owner = getattr(value, "__dict__", {}).get("_fluxtrain")
     return owner is not None and not owner.member.segment.has_values
 

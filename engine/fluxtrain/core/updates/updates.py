@@ -58,8 +58,8 @@ class Updates:
         defers_moments: bool = False,
         holds_moments: bool = False,
     ) -> None:
-        """`arrivals`: gradients on the host or on their way there. `holds_moments`: deferred ones
-        wait for `begin_moments`."""
+        """Start the thread. `arrivals`: gradients on the host or on their way; `holds_moments`:
+        deferred moments wait for `begin_moments`."""
         self._arrivals = arrivals
         self._recorder = device.recorder
         self._shares_cores = device.torch_device.type == "cpu"
@@ -145,7 +145,7 @@ class Updates:
 
     @property
     def held_s(self) -> float:
-        """Seconds that updates waited for the copies of checkpoints, ever."""
+        """Return the seconds that updates have waited for the copies of checkpoints."""
         return self._copies.seconds
 
     def wait(self) -> None:

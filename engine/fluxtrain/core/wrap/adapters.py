@@ -46,8 +46,7 @@ def refuse_late(engine: Engine, asked: RunRequest | Placement) -> None:
 
 
 def take_magnitudes_of_packed(model: nn.Module, groups: list[Group]) -> None:
-    """Set the magnitudes of fresh DoRA adapters, which have changed nothing yet, beside packed
-    weights; trained ones stay."""
+    """Set the magnitudes of fresh DoRA adapters on packed weights; trained ones stay."""
     members: _Weights = {id(m.parameter): (g, m) for g in groups for m in g.members}
     at: Group | None = None
     dense: dict[int, Tensor] = {}
@@ -63,8 +62,8 @@ def take_magnitudes_of_packed(model: nn.Module, groups: list[Group]) -> None:
 
 
 def _fresh(model: nn.Module, members: _Weights) -> Iterator[tuple[Any, nn.Parameter, nn.Parameter]]:
-    """Yield DoRA's layers beside packed weights with the weight and the magnitudes, in the model's
-    order, where the adapter is as it was made: its second matrix is zero."""
+    """Yield DoRA's layers on packed weights with the weight and the magnitudes, in the model's
+    order, where the adapter is untrained: its second matrix is zero."""
     for module in model.modules():
         vectors = getattr(module, "lora_magnitude_vector", None)
         weight = getattr(getattr(module, "base_layer", None), "weight", None)

@@ -83,7 +83,8 @@ def _outermost_lists(module: nn.Module, prefix: str) -> list[tuple[str, nn.Modul
 
 
 def _is_block_list(module: nn.Module) -> bool:
-    """True for two or more members with parameters; a Sequential must hold no leaf (Linear)."""
+    """Return whether it has two or more members with parameters; a Sequential must hold no leaf
+    (Linear)."""
     members = [child for child in module.children() if any(True for _ in child.parameters())]
     if isinstance(module, nn.Sequential) and not all(any(m.children()) for m in members):
         return False

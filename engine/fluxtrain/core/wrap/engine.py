@@ -116,22 +116,22 @@ class Engine(Context):
 
     @property
     def card_count(self) -> int:
-        """How many GPUs compute, or 1 for the processor."""
+        """Return how many GPUs compute, or 1 for the processor."""
         return len(self.cards)
 
     @property
     def unit_names(self) -> list[str]:
-        """The modules that are streamed one by one, by their names in the model."""
+        """Return the modules that are streamed one by one, by their names in the model."""
         return [unit.name for unit in self.units]
 
     @property
     def held_s(self) -> float:
-        """Seconds that updates have waited for the copies of checkpoints."""
+        """Return the seconds that updates have waited for the copies of checkpoints."""
         return self.updates.held_s
 
     @property
     def parameter_counts(self) -> tuple[int, int]:
-        """How many parameters there are, and how many of them are trained."""
+        """Return how many parameters there are, and how many of them are trained."""
         counts = [(group.count, group.trained_count) for group in self.groups]
         return sum(every for every, _ in counts), sum(trained for _, trained in counts)
 

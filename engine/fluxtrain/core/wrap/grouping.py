@@ -150,7 +150,7 @@ def _head_facts(
 
 
 def _group_facts(group: Group, *, is_one: bool) -> GroupFacts:
-    """Sizes of one group; `is_one`: it is an embedding whose rows can be looked up."""
+    """Return the sizes of one group; `is_one`: it is an embedding whose rows can be looked up."""
     elements: Counter[torch.dtype] = Counter()
     for segment in group.trained:
         elements[segment.dtype] += segment.elements

@@ -37,7 +37,7 @@ def slots_for(
 
 
 def make_slots(context: Context) -> None:
-    """Edges and resident blocks get a slot of their own, the other blocks share; packed weights
+    """Give edges and resident blocks a slot each; the other blocks share slots, and packed weights
     are unpacked into one scratch."""
     rows = [group.placement for group in context.groups]
     for card in context.cards:
@@ -88,7 +88,7 @@ def put_blocks_on_lanes(context: Context) -> None:
 
 def choose_recompute(context: Context) -> None:
     """Set every unit's recomputation and offload from its group's placement, between two steps. A
-    unit without parameters of its own follows the last unit before it."""
+    unit without parameters follows the last unit before it."""
     owned = {slot.owner for card in context.cards for slot in card.window.slots}
 
     def can_keep(unit: Unit) -> bool:

@@ -49,10 +49,10 @@ def compute_device(device: str | torch.device | None) -> torch.device:
 def compute_devices(
     device: str | torch.device | None, cards: int | Sequence[int] | None
 ) -> list[torch.device]:
-    """Return the devices of so many cards, or of those numbers; the CPU may be there several times.
-    None: every GPU, of which the plan takes those that help; only the one that is named.
+    """Return the devices of so many cards, or of these numbers; the CPU may occur several times.
+    None: every GPU, of which the plan takes the useful ones; or only the named one.
 
-    Raises BadInput as `compute_device`, and for a card that is not there or is named twice.
+    Raises BadInput as `compute_device`, and for a card that does not exist or is named twice.
     """
     first = compute_device(device)
     _refuse_odd(cards)
@@ -101,8 +101,8 @@ def _refuse_odd(cards: Any) -> None:
 def cards_capacity(
     model: nn.Module, devices: Sequence[torch.device], *, judges: bool = False
 ) -> CardsCapacity:
-    """What is free on each of these devices once the model's weights have left their places;
-    `judges` marks a card that other programs fill as one that cannot be used."""
+    """Return the free memory of each of these devices once the model's weights have left their
+    places; `judges` marks a card that other programs fill as unusable."""
     capacities = [free_capacity(model, device) for device in devices]
     on_gpus = devices[0].type == "cuda"
     names = [torch.cuda.get_device_name(one) if on_gpus else "" for one in devices]
@@ -132,7 +132,7 @@ def _filled(free_bytes: int | None, device: torch.device) -> str:
 
 
 def free_capacity(model: nn.Module, device: torch.device) -> Capacity:
-    """What is free once the model's weights have left the places where they are now."""
+    """Return the free memory once the model's weights have left their present places."""
     no_gpus = Gpus(gpus=(), driver=None, reason="not asked")
     cool(model)
     available = read_machine(gpus=no_gpus).memory_available_bytes

@@ -102,7 +102,8 @@ class UnitForward:
 
 
 def _may_wait(context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True when a head with these arguments may leave its logits uncomputed until they are read."""
+    """Return whether a head with these arguments may leave its logits uncomputed until they are
+    read."""
     if kwargs or len(args) != 1:
         return False
     wanted = torch.is_grad_enabled() or context.lazy_without_gradients

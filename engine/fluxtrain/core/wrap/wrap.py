@@ -276,7 +276,7 @@ def sync(model: nn.Module, *, written: bool = False) -> None:
 
 
 def _parts_of(model: nn.Module) -> Parts:
-    """Parameters in no group are torch's own to update, without masters: not in fp16."""
+    """Refuse fp16 parameters outside groups: torch itself updates those, without masters."""
     parts = take_apart(model)
     for name, parameter in parts.loose:
         if parameter.requires_grad and parameter.dtype == torch.float16:
@@ -297,7 +297,7 @@ def _request_of(placement: Any) -> PlacementRequest:
 
 
 def _refuse_beside_a_placement(asked: Iterable[str]) -> None:
-    """A made placement has these already."""
+    """Refuse arguments that a made placement already sets."""
     for name in asked:
         why = "is part of the placement that was made: leave it out, or give wrap a"
         raise BadInput(f"{name} {why} PlacementRequest")
@@ -326,8 +326,8 @@ def _load_groups(
 
 
 def _stray_gradient(parameter: Tensor) -> None:
-    """A hook without a closure: the collector does not look into a tensor's hooks, so that one
-    which held the parameter would keep it alive for ever."""
+    """Return a hook without a closure: the garbage collector does not look into a tensor's hooks,
+    so a hook that held the parameter would keep it alive for ever."""
     owner = owner_of(parameter)
     if owner is not None:
         take_in(owner, owner.member.parameter)
@@ -356,7 +356,7 @@ def _make_units(
 
 
 def _put_on(engine: Engine, model: nn.Module, parts: Parts) -> None:
-    """Let the model itself know its engine: what stands beside the blocks, and its surface."""
+    """Let the model itself know its engine: the modules outside the blocks, and its surface."""
     device = engine.device.torch_device
     for _, parameter in parts.loose:
         parameter.data = parameter.data.to(device)
@@ -377,7 +377,7 @@ def _put_on(engine: Engine, model: nn.Module, parts: Parts) -> None:
 def _before_model(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Inputs move to the device; the user's own gradient checkpointing has nothing left to do."""
+    """Move inputs to the device; the user's own gradient checkpointing has nothing left to do."""
     engine = model.__dict__.get("_fluxtrain_engine")
     if engine is None:
         raise MisusedModel("this model was copied while wrapped: wrap the copy")

@@ -111,7 +111,8 @@ class ConversationEncoder:
 
     @property
     def _tagged(self) -> bool:
-        """Some templates mark the words of an answer and leave out its end."""
+        """Return whether the template itself marks answers; some such templates leave out an
+        answer's end."""
         return self._template.tags_answers()
 
     def _samples(

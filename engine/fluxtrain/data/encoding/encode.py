@@ -28,8 +28,11 @@ class Encoder:
         notes: Notes | None = None,
         bad: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`limit` is how many rows may be refused before the run is, with the `bad` ones that the
-        reading left out; `notes` are of rows that were encoded before."""
+        """Prepare encoding.
+
+        `limit` is how many rows may be refused before the run is, with the `bad` ones that the
+        reading left out; `notes` are of rows that were encoded before.
+        """
         self._tokenizer = tokenizer
         self._limit = limit
         self._bad = bad

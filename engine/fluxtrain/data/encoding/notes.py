@@ -81,7 +81,7 @@ class Notes:
         return cls(**{**kept, **noted, "ends": ends})
 
     def sentences(self) -> list[str]:
-        """Return what a person should be told, a sentence each."""
+        """Return the notes for a person, a sentence each."""
         told = [
             f"the chat template leaves out {name} of {_rows(noted.rows)} (first: {noted.first})"
             for name, noted in sorted(self.left_out.items())

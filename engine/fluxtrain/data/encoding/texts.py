@@ -60,7 +60,7 @@ class TextEncoder:
 
 
 def added_tokens(kinds: TokenKinds) -> tuple[list[int], list[int]]:
-    """Return what the tokenizer puts before and behind a text by itself."""
+    """Return the tokens that the tokenizer adds in front of and behind a text."""
     [alone], [whole] = kinds.encode(["a"]), kinds.encode_whole(["a"])
     for at in range(len(whole) - len(alone) + 1):
         if whole[at : at + len(alone)] == alone:

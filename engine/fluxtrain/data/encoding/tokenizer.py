@@ -76,7 +76,7 @@ class TokenKinds:
         )
 
     def ends_a_turn(self, token: int) -> bool:
-        """Return whether generation can be told to stop at `token`: it is never part of words."""
+        """Return whether generation can stop at `token`: it is never part of words."""
         return token in self._ends
 
     def special_in(self, words: str) -> set[str]:

@@ -36,7 +36,7 @@ class Corpus:
 
     @property
     def endless(self) -> str:
-        """Say which parts have an unknown size, so that no share of them can be told."""
+        """Return which parts have an unknown size, so that no share of them is known."""
         names = ", ".join(part.name for part in self.parts if not part.has_end)
         return f"how much {names} holds is not known: only its first rows are counted" * bool(names)
 
@@ -79,8 +79,11 @@ class Reading:
     def __init__(
         self, corpus: Corpus, search: RepeatSearch | None = None, first_file: int = 0
     ) -> None:
-        """`search` is given every document, to find the ones that repeat others; `first_file` is
-        the number that it knows the first file by."""
+        """Prepare reading.
+
+        `search` is given every document, to find the ones that repeat others; `first_file` is its
+        number of the first file.
+        """
         self.corpus = corpus
         self.report = Report(left_out_files=list(corpus.left_out_files))
         self.share = 0.0  # of the corpus that was read, from 0 to 1

@@ -80,7 +80,8 @@ def _of_folder(folder: Path, key: str) -> FoundFiles:
 
 
 def _refuse_splits(folder: Path, files: Sequence[Path], key: str) -> None:
-    """A folder with a file for training and one for tests must not be trained on whole."""
+    """Refuse a folder with a file for training and one for tests, which must not be trained on
+    whole."""
     training = [path for path in files if _names(path, folder, ("train", "training"))]
     testing = [path for path in files if _names(path, folder, _EVALUATION)]
     if training and testing:

@@ -117,7 +117,8 @@ def file_part(path: Path, rules: KeyRules, weight: float = 1.0) -> Part:
 
 
 def _can_jump(path: Path, opened: Opened) -> bool:
-    """Rows of JSON end with a line, so reading may begin in the middle; of packed files not."""
+    """Return whether reading may begin in the middle: rows of JSON end with a line, packed files
+    have no such place."""
     return opened.container == "json lines" and compression_of(path) is None
 
 

@@ -166,7 +166,7 @@ class RepeatSearch:
 
 
 class _RowHash:
-    """Hashes what rows say; the pieces of one long text make one hash."""
+    """Hashes the content of rows; the pieces of one long text make one hash."""
 
     def __init__(self) -> None:
         self._hash = blake2b(digest_size=DIGEST_BYTES)

@@ -36,10 +36,12 @@ class Sampled:
 
 
 def sampled(corpus: Corpus, apart: Corpus | None = None, whole: bool = False) -> Sampled:
-    """Take the first rows, and look at more for `READ_ON_S` seconds, or with `whole` at all.
+    """Take the first rows, and read on for `READ_ON_S` seconds, or with `whole` to the end.
 
-    `apart` is data of its own for evaluation: it is looked at, and no row of it is taken.
-    Raises BadInput if a file cannot be used, or if more rows are bad than the configuration allows.
+    `apart` is separate evaluation data: it is read, but no row of it is taken.
+
+    Raises BadInput if a file cannot be used, or if more rows are bad than the configuration
+    allows.
     """
     rows, share = first_rows(corpus)
     report, read_share = _looked_at(corpus, apart, math.inf if whole else READ_ON_S)

@@ -103,8 +103,8 @@ class ChatTemplate:
 
     @cached_property
     def opening(self) -> str:
-        """The text between a question and an answer, such as `<|im_start|>assistant` and a newline;
-        empty where it cannot be told."""
+        """Return the text between a question and an answer, such as `<|im_start|>assistant` and a
+        newline; empty where unknown."""
         try:
             asked, opened = self.render([_PROBE_USER]), self.render([_PROBE_USER], opened=True)
         except TemplateRefused:
@@ -113,7 +113,7 @@ class ChatTemplate:
 
     @cached_property
     def plain_ending(self) -> str:
-        """The text behind an answer of a few words; empty where it cannot be told."""
+        """Return the text behind an answer of a few words; empty where unknown."""
         words = "probe answer"
         try:
             text = self.render([_PROBE_USER, {"role": "assistant", "content": words}])
@@ -143,8 +143,8 @@ class ChatTemplate:
 
     @cached_property
     def blank(self) -> str | None:
-        """What stands for the words of an answer that only calls a tool: None, or an empty text
-        where the template would fail on None or print it."""
+        """Return the words of an answer that only calls a tool: None, or an empty text where the
+        template would fail on None or print it."""
         nothing: Any = {} if self.arguments == "object" else "{}"
         made = [self._called_with(content, nothing) for content in (None, "")]
         if made[0] is None or (

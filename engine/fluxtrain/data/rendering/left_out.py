@@ -72,8 +72,8 @@ class _Seen:
         return words.strip() in self._text or self._count(words) > 0
 
     def holds_part(self, name: str, words: str) -> bool:
-        """Whether a part is there: what is a word alone, such as the name of a tool, beside all
-        that is said, which may have that word too."""
+        """Return whether a part occurs; for a word alone, such as the name of a tool, as a word
+        besides the content, which may contain it too."""
         if name not in _MARKS or not words.strip():
             return self.holds(words)
         alike = sum(self._parts[one, words] for one in _MARKS[: _MARKS.index(name) + 1])
@@ -81,8 +81,8 @@ class _Seen:
 
     @cached_property
     def _said(self) -> str:
-        """What is said, and the description of tools, as far as it is there, without white space
-        within. A tool that has none may be left out: its name alone does not tell."""
+        """Return the content and the descriptions of tools, as far as they are present, without
+        white space. A tool without a description may be left out: its name alone proves nothing."""
         said = [
             words for name, words in self._parts.elements() if name not in (*_MARKS, _ARGUMENTS)
         ]

@@ -75,10 +75,8 @@ class ColumnReading:
 
 
 class UnclearColumns(BadInput):
-    """The columns of a file can be read in several ways, or in none that is sure.
-
-    `readings` are those that a user may choose from; the message names them too.
-    """
+    """Raised where the columns of a file can be read in several ways, or in no sure one.
+    `readings` are the ways to choose from; the message names them too."""
 
     def __init__(self, message: str, readings: Sequence[ColumnReading] = ()) -> None:
         super().__init__(message)

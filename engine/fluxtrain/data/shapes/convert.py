@@ -51,7 +51,7 @@ class KeyRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recognised:
-    """The shape of a file, the reason in words, and the columns where their names told them."""
+    """The shape of a file, the reason in words, and the columns where their names revealed them."""
 
     shape: Shape
     because: str
@@ -162,7 +162,7 @@ def _is_turned(values: Mapping[str, Any]) -> bool:
 
 
 def check_columns(columns: Mapping[str, str]) -> None:
-    """Raises BadInput if `data.columns` names something that no shape has."""
+    """Raise BadInput if `data.columns` names something that no shape has."""
     for name in columns:
         if name not in (*COLUMNS, *MESSAGE_COLUMNS):
             raise BadInput(
@@ -206,7 +206,7 @@ class Converter:
         return made
 
     def _account_for(self, record: Record, values: dict[str, Any], row: Row) -> None:
-        """Count every key that is left out; refuse those that say something."""
+        """Count every key that is left out; refuse keys with content for the model."""
         named = self._mapping.columns.items()
         columns = {ours: theirs for ours, theirs in named if ours not in MESSAGE_COLUMNS}
         for key, value in record.values.items():

@@ -80,7 +80,7 @@ _WRAPPERS = ("data", "rows", "examples", "instances", "items", "records", "datas
 
 @dataclass(frozen=True, slots=True)
 class FoundShape:
-    """The shape of a row and what told it; `named` lists the keys for a sentence."""
+    """The shape of a row and the reason; `named` lists the keys for a sentence."""
 
     shape: Shape
     named: str
@@ -139,7 +139,7 @@ def preference_of(values: Mapping[str, Any]) -> str | None:
 
 
 def advice_for(values: Mapping[str, Any]) -> str:
-    """Suggest what makes a row readable whose keys show no shape."""
+    """Suggest a change that makes a row readable whose keys show no shape."""
     if (told := _of_lists(values) or _of_kinds(values)) is not None:
         return told
     return (

@@ -136,7 +136,7 @@ def _role(turn: Mapping[str, Any], written: Turns) -> str:
 
 
 def _account_for(turn: Mapping[str, Any], written: Turns, count: Callable[[str], object]) -> None:
-    """Count keys that say nothing to the model; refuse those that do."""
+    """Count keys without content for the model; refuse keys with content."""
     for key, value in turn.items():
         if key in (written.role, written.content) or key in _USED:
             continue

@@ -59,7 +59,7 @@ class CachedTokens:
         self._held: int | None = None  # the descriptor with the shared lock, until the process ends
 
     def opened(self, names: Sequence[str]) -> tuple[list[StoredTokens], list[str]] | None:
-        """Return the tokens of the parts and what was told of them; None: not built, or damaged.
+        """Return the tokens of the parts and their facts; None: not built, or damaged.
 
         The entry stays locked against removal from now on.
         """

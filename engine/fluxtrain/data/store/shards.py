@@ -86,7 +86,7 @@ class ShardWriter:
     """Writes the samples of rows, and goes on where an earlier writer stopped."""
 
     def __init__(self, folder: Path, vocabulary: int) -> None:
-        """`vocabulary` tokens are known: up to 65536 of them take 2 bytes each."""
+        """Write to `folder`; a `vocabulary` of up to 65536 tokens takes 2 bytes each."""
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self._manifest: dict[str, Any] = _manifest(folder) or {
@@ -157,7 +157,8 @@ class StoredTokens:
     """The tokens that a `ShardWriter` wrote."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises Damaged where a file is missing, cut off, changed, or of other data."""
+        """Open `folder`. Raises Damaged where a file is missing, cut off, changed, or of other
+        data."""
         manifest = _manifest(folder)
         if manifest is None or not manifest.get("shards"):
             raise Damaged(f"{folder} has no whole shard")

@@ -35,7 +35,7 @@ class InspectedSample(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def title(self) -> str:
-        """How long the document is, and how much of it is trained on and shown."""
+        """Return how long the document is, and how much of it is trained on and shown."""
         count = f"{self.tokens:,} token{'s' * (self.tokens != 1)}"
         text = f"{count}, {self.trained_tokens:,} trained on"
         part = self.shown_tokens < self.tokens
@@ -55,7 +55,7 @@ class InspectedFile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def line(self) -> str:
-        """The file, what it is read as, and why."""
+        """Return the file, what it is read as, and why."""
         times = "" if self.weight == 1 else f"; drawn {self.weight:g} times an epoch"
         return f"{self.name}: {self.title} ({self.shape}), because {self.because}{times}"
 
@@ -97,7 +97,7 @@ class InspectionAnswer(Answer, frozen=True, kw_only=True):
 
     @property
     def is_whole(self) -> bool:
-        """Whether the whole file was read, so that nothing is estimated."""
+        """Return whether the whole file was read, so that nothing is estimated."""
         return self.sampled_share >= 1
 
 
@@ -110,7 +110,7 @@ class PeakBytes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_over_limit(self) -> bool:
-        """Whether more was taken than there is, as far as both are known."""
+        """Return whether the use exceeds the limit, as far as both are known."""
         return self.measured is not None and self.limit is not None and self.measured > self.limit
 
 
@@ -130,7 +130,7 @@ class RunSeconds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DryRunAnswer(Answer, frozen=True, kw_only=True):
-    """Tells what a dry run measured, beside the plan of the run itself."""
+    """A dry run's measurements, with the plan of the run itself."""
 
     COMMAND: ClassVar[str] = "dry-run"
 
@@ -147,11 +147,11 @@ class DryRunAnswer(Answer, frozen=True, kw_only=True):
 
     @property
     def is_over_limit(self) -> bool:
-        """Whether a measured peak is above what there is."""
+        """Return whether a measured peak exceeds its limit."""
         return self.device_bytes.is_over_limit or self.host_bytes.is_over_limit
 
     def rows(self) -> tuple[ComparedRow, ...]:
-        """Predicted beside measured in words: the memories and a step."""
+        """Return predicted and measured values in words: the memories and a step."""
         device, host, step = self.device_bytes, self.host_bytes, self.step_s
         return (
             _row("device memory", device.predicted, device.measured, bytes_text),
@@ -160,7 +160,7 @@ class DryRunAnswer(Answer, frozen=True, kw_only=True):
         )
 
     def eta_text(self) -> str:
-        """How long the run takes at the speed of its steps."""
+        """Return how long the run takes at the speed of its steps."""
         low, high = duration_text(self.eta_s.low), duration_text(self.eta_s.high)
         steps = "1 step takes" if self.total_steps == 1 else f"{self.total_steps:,} steps take"
         return f"{steps} {low} to {high}"
@@ -183,7 +183,8 @@ def _row(
 
 
 class ResumeAnswer(Answer, frozen=True, kw_only=True):
-    """A run of `steps` steps beside one that was resumed after `saved_step` in a new process."""
+    """Compares an uninterrupted run of `steps` steps with one resumed after `saved_step` in a new
+    process."""
 
     COMMAND: ClassVar[str] = "verify-resume"
 
@@ -237,12 +238,12 @@ class ComparedLogits(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def agrees(self) -> bool:
-        """Whether all of the difference is what rounding does; NaN is not."""
+        """Return whether rounding explains the whole difference; NaN does not agree."""
         return self.mean_kl <= self.kl_limit and self.largest <= self.largest_limit
 
     @property
     def line(self) -> str:
-        """The numbers, in a line."""
+        """Return the numbers, in a line."""
         return (
             f"the same next token at {self.top1:.1%} of {self.tokens:,} tokens of {self.source}, "
             f"mean KL divergence {self.mean_kl:.1e} (rounding allows {self.kl_limit:.1e})"
@@ -260,7 +261,7 @@ class ComparedLayers(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def line(self) -> str:
-        """The numbers, in a line."""
+        """Return the numbers, in a line."""
         return (
             f"{self.count} merged weights hold {self.kept:.1%} of what the adapter changes; "
             f"rounding to their dtype takes {self.difference:.2%} of a weight at most"

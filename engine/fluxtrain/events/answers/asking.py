@@ -92,7 +92,7 @@ async def _start_engine(
     environment: Mapping[str, str] | None = None,
     stdin: int = asyncio.subprocess.DEVNULL,
 ) -> asyncio.subprocess.Process:
-    """Start a command in a session of its own, with pipes for its output, that ends with us."""
+    """Start a command in its own session, with pipes for its output; it ends with us."""
     process = await asyncio.create_subprocess_exec(
         *command,
         stdin=stdin,
@@ -135,7 +135,7 @@ async def _all(stream: asyncio.StreamReader | None) -> bytes:
 
 
 async def _lines(stream: asyncio.StreamReader | None, said: Callable[[str], None]) -> bytes:
-    """Everything of `stream`; each line is told when it comes."""
+    """Read all of `stream`; `said` gets each line when it comes."""
     assert stream is not None
     read = []
     async for line in stream:
@@ -147,7 +147,7 @@ async def _lines(stream: asyncio.StreamReader | None, said: Callable[[str], None
 
 
 def last_words(errors: bytes, exit_code: int) -> str:
-    """The line that says why a process failed: its own error line, else the last one."""
+    """Return the line that says why a process failed: its own error line, else the last one."""
     lines = [line.strip() for line in errors.decode(errors="replace").splitlines() if line.strip()]
     if not lines:
         return f"the engine ended with exit code {exit_code} and said nothing"
@@ -201,7 +201,7 @@ class Talk:
         await self._send(encoded(Mount(name=name, path=path)))
 
     async def stop(self, name: str = "") -> None:
-        """Stop the answer to an ask, or all ("") that are written; they end with what is there."""
+        """Stop the answer to an ask, or all running ones (""); they end with the text so far."""
         await self._send(encoded(Stop(id=name)))
 
     async def close(self) -> None:

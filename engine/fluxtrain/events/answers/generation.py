@@ -53,7 +53,7 @@ class Stop(
     tag="stop",
     forbid_unknown_fields=True,
 ):
-    """Stop an answer, or all that were asked for so far; they end with what is there."""
+    """Stop an answer, or all that were asked for so far; they end with the text so far."""
 
     id: str = ""  # of the ask; "": all
 

@@ -89,7 +89,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     unknown: dict[str, str] = {}
 
     def line(self) -> str:
-        """One line for people: 16 cores (avx512), 128 GiB, NVIDIA GeForce RTX 4090 24.0 GiB."""
+        """Return one line for people: 16 cores (avx512), 128 GiB, NVIDIA GeForce RTX 4090 24.0
+        GiB."""
         parts = [
             f"{self.cores} core{'s' * (self.cores != 1)} ({self.instruction_set})",
             bytes_text(self.memory_total_bytes),
@@ -133,7 +134,7 @@ def peer_name(source: int, target: int) -> str:
 
 
 def rate_value_text(name: str, per_s: float | None) -> str:
-    """A rate in the unit that people rate such a thing in, as 24.9 GB/s or 744 TFLOP/s."""
+    """Write a rate in its usual unit, as 24.9 GB/s or 744 TFLOP/s."""
     if per_s is None:
         return UNKNOWN
     if name.endswith("matmul"):
@@ -158,13 +159,14 @@ class ProbeAnswer(Answer, frozen=True, kw_only=True):
     from_cache: bool = False
 
     def rate(self, name: str) -> float | None:
-        """Bytes a second (for a matmul: operations, for AdamW: parameters); None: not measured."""
+        """Return the bytes a second (for a matmul: operations, for AdamW: parameters); None: not
+        measured."""
         found = self.rates.get(name)
         return None if found is None else found.per_s
 
     @property
     def age_s(self) -> float:
-        """How old the rates are."""
+        """Return how old the rates are."""
         return max(0.0, time.time() - self.measured_at_s)
 
 
@@ -205,5 +207,5 @@ class DoctorAnswer(Answer, frozen=True, kw_only=True):
 
     @property
     def failed(self) -> tuple[SelfTest, ...]:
-        """The self-tests that ran and did not pass."""
+        """Return the self-tests that ran and did not pass."""
         return tuple(test for test in self.self_tests if test.passed is False)

@@ -111,11 +111,11 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanAnswer(Answer, frozen=True, kw_only=True):
-    """The placement that a run would get, its predicted peaks and time, and the plans beside it.
+    """The placement that a run would get, its predicted peaks and time, and other plans.
 
-    `device_bytes` and `host_bytes` are peaks, with their limits beside them; `need` is what the
-    peaks consist of. `predicted` is None where rates of the machine are missing, as
-    `predicted_because` then says. `config` is the whole configuration.
+    `device_bytes` and `host_bytes` are peaks, each with its limit; `need` has the parts of the
+    peaks. `predicted` is None where rates of the machine are missing, for the reason in
+    `predicted_because`. `config` is the whole configuration.
     """
 
     COMMAND: ClassVar[str] = "plan"
@@ -153,7 +153,7 @@ class PlanAnswer(Answer, frozen=True, kw_only=True):
 
     @property
     def fits(self) -> bool:
-        """Whether no predicted peak is over its limit, as far as the limits are known."""
+        """Return whether no predicted peak is over its limit, as far as the limits are known."""
         peaks = (
             (self.device_bytes, self.device_budget_bytes),
             (self.host_bytes, self.host_limit_bytes),
@@ -162,12 +162,14 @@ class PlanAnswer(Answer, frozen=True, kw_only=True):
 
     @property
     def steps_text(self) -> str:
-        """The steps of the run, with "about" where they follow from an estimate of the rows."""
+        """Return the steps of the run, with "about" where they follow from an estimate of the
+        rows."""
         by_rows = self.rows_estimated and self.config["train"].get("steps") is None
         return "about " * by_rows + ("1 step" if self.steps == 1 else f"{self.steps:,} steps")
 
     @property
     def changed(self) -> dict[str, Any]:
-        """The settings that differ from the defaults, and always model and data, by their keys."""
+        """Return the settings that differ from the defaults, and always model and data, by their
+        keys."""
         always = ("model.path", "data.path")
         return {one.key: one.value for one in self.settings if one.changed or one.key in always}

@@ -135,8 +135,11 @@ def others_in(path: Path, rule: Rule) -> list[str]:
 
 
 def kept_beside(path: Path, folder: Path) -> Path:
-    """Move a file or folder into `folder`, made if missing, and return its new place. Nothing there
-    is replaced; where a link or a file has the folder's name, another one is made beside it."""
+    """Move a file or folder into `folder`, made if missing, and return its new place.
+
+    Nothing in it is replaced; where a link or a file has the folder's name, another folder is made
+    next to it.
+    """
     beside = (folder.with_name(f"{folder.name}-{number}") for number in range(1, 1000))
     folder = next(
         one for one in (folder, *beside) if is_plain_folder(one) or not os.path.lexists(one)
@@ -149,18 +152,18 @@ def kept_beside(path: Path, folder: Path) -> Path:
 
 
 def of_checkpoints(name: str, facts: os.stat_result) -> Rule | bool:
-    """Rule of the folder `checkpoints`."""
+    """Apply the rule of the folder `checkpoints`."""
     is_ours = stat.S_ISDIR(facts.st_mode) and _CHECKPOINT.fullmatch(name)
     return of_checkpoint if is_ours else False
 
 
 def of_checkpoint(name: str, facts: os.stat_result) -> Rule | bool:
-    """Rule of one checkpoint's folder."""
+    """Apply the rule of one checkpoint's folder."""
     return stat.S_ISREG(facts.st_mode) and _OF_CHECKPOINT.fullmatch(name) is not None
 
 
 def of_trackers(name: str, facts: os.stat_result) -> Rule | bool:
-    """Rule of the folders in which trackers are remembered, and TensorBoard's events lie."""
+    """Apply the rule of the trackers' folders and of TensorBoard's events."""
     return stat.S_ISREG(facts.st_mode) and _OF_TRACKERS.fullmatch(name) is not None
 
 
@@ -217,9 +220,11 @@ def _keep(path: Path, run: RunDir, warn: Callable[[str], None]) -> None:
 
 
 def remove_unfinished_models(run: RunDir, *, also_earlier: bool = False) -> None:
-    """Remove what processes left that were killed while they saved the model: it may be as large as
-    the model. `also_earlier`: the model before too, which is kept until there is a new one. A
-    folder that others may read is somebody else's: saving makes it for its own user alone."""
+    """Remove half-saved models of killed processes; each may be as large as the model.
+
+    `also_earlier`: the previous model too, which is kept until a new one is saved. A folder that
+    others may read is somebody else's: saving makes its folders readable for its user alone.
+    """
     listed = model_files(run)
 
     def rule(name: str, facts: os.stat_result) -> Rule | bool:

@@ -161,7 +161,7 @@ class RunDir:
 
     @property
     def run_id(self) -> str:
-        """The folder's name."""
+        """Return the folder's name."""
         return self.path.name
 
     def lock(self, space_bytes: int = RUN_SPACE_BYTES) -> RunLock:
@@ -292,7 +292,7 @@ class RunDir:
     def _silence_s(self, end: JournalEnd) -> float | None:
         """Return the seconds since the journal last grew; heartbeats make it grow every second.
 
-        Of a trainer on this machine they are told by a clock that nobody sets.
+        For a trainer on this machine the monotonic clock counts, which nobody can set.
         """
         if end.last and 0 < end.last.t_s <= time.monotonic() and self._shares_clock():
             return time.monotonic() - end.last.t_s

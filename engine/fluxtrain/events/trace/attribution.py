@@ -51,7 +51,7 @@ class CardTime:
 
     @property
     def for_others_s(self) -> float:
-        """Seconds in which it was idle while another card computed."""
+        """Return the seconds in which the card was idle while another one computed."""
         return self.waits_s.get(OTHER_CARDS, 0.0)
 
 
@@ -139,7 +139,7 @@ def _computing(intervals: Sequence[Interval]) -> list[Span]:
 
 
 def _attributed(step: StepLanes, beside: list[Span]) -> Attribution:
-    """Partition the step of one card, beside which others compute during some spans."""
+    """Partition the step of one card, while others compute during some spans."""
     lanes = {lane: _of(step.intervals, lane) for lane in BUSY_LANES}
     computing = _computing(step.intervals)
     left = _minus([(0.0, step.length_s)], computing)

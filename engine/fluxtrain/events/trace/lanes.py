@@ -66,7 +66,7 @@ class StepLanes:
 
     @property
     def cards(self) -> int:
-        """How many cards have lanes here."""
+        """Return the number of cards with lanes here."""
         return 1 + max((one.card for one in self.intervals), default=0)
 
 

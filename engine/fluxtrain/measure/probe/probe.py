@@ -61,7 +61,7 @@ Measurement = Callable[[], Mapping[str, Rate]]
 def probe(run_dir: Path | str, fresh: bool = False, report: Report | None = None) -> ProbeAnswer:
     """Return facts and rates of this machine and of the disk that holds `run_dir`.
 
-    `report` is told what is being measured. A measurement that does not fit in 20 s is skipped, and
+    `report` gets each measurement's name. A measurement that does not fit in 20 s is skipped, and
     its rate says so.
     """
     say = report or (lambda _: None)
@@ -157,7 +157,7 @@ def _measurements(machine: Machine, folder: Path) -> dict[str, tuple[tuple[str, 
 
 
 def _on_first_card(measurement: Measurement) -> Mapping[str, Rate]:
-    """Measure what is told without a number, whichever card is torch's current one."""
+    """Run a measurement without a card's number, whichever card is torch's current one."""
     import torch
 
     if not torch.cuda.is_available():
@@ -212,7 +212,7 @@ class _Kept(msgspec.Struct, frozen=True):
 
     @property
     def measured_at_s(self) -> float:
-        """When the oldest of its rates was measured."""
+        """Return when the oldest of its rates was measured."""
         return self.probe.measured_at_s
 
 

@@ -42,8 +42,8 @@ def best_rate(work: float, action: Callable[[], object], *, repeats: int, limit_
 def sustained_rate(
     work: float, action: Callable[[], object], *, repeats: int, limit_s: float
 ) -> float:
-    """Return work a second over several calls together, after one that only warms up: the rate that
-    lasts, with all that runs beside it."""
+    """Return work a second over several calls together, after one that only warms up: the rate
+    that lasts, with everything else that runs."""
     action()
     start_s = time.perf_counter()
     done = 0

@@ -26,8 +26,8 @@ Heard = Callable[[str], None]
 
 
 class UntilStop:
-    """Hands text on up to the first of some strings; what may begin one waits for the next
-    piece."""
+    """Hands text on up to the first stop string; the beginning of a possible one waits for the
+    next piece."""
 
     def __init__(self, strings: Sequence[str], heard: Heard) -> None:
         self._strings, self._heard = strings, heard
@@ -162,7 +162,7 @@ class Batch:
     """Rows that are written together, and their cache of keys and values."""
 
     def __init__(self, opened: DecodedModel, before_pass: Callable[[list[Row]], None]) -> None:
-        """before_pass: is told which rows the next pass computes, in their order."""
+        """Begin without rows; before_pass: gets the rows that the next pass computes, in order."""
         self._opened, self._before_pass = opened, before_pass
         self.rows: list[Row] = []
         self._cache: Any = None

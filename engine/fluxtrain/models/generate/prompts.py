@@ -34,7 +34,7 @@ class UserPrompt:
 
     @property
     def words(self) -> str:
-        """What is asked, in the last words of it."""
+        """Return the last words of the question."""
         return str(self.messages[-1].get("content") if self.messages else self.text)
 
     def check(self) -> None:
@@ -52,9 +52,10 @@ class Prompting:
     """Makes tokens of prompts, as the model was taught them."""
 
     def __init__(self, opened: DecodedModel, *, plain: bool = False, system: str = "") -> None:
-        """plain: continue text as it is, without the chat template. system: begins conversations.
+        """Prepare prompts.
 
-        Raises BadInput where `system` is given and there is no template.
+        plain: continue text as it is, without the chat template. system: begins conversations.
+        Raises BadInput where `system` is given without a template.
         """
         refuse_other_bytes(system, "--system")
         self._kinds = TokenKinds(opened.tokenizer)
@@ -66,7 +67,7 @@ class Prompting:
 
     @property
     def talks(self) -> bool:
-        """Are prompts turns of a conversation?"""
+        """Return whether prompts are turns of a conversation."""
         return self._template is not None
 
     def tokens(self, prompt: UserPrompt, *, plain: bool = False) -> list[int]:

@@ -59,7 +59,7 @@ _POSSIBLE: dict[str, tuple[Callable[[float], bool], float]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """What is asked for; None is as the model's generation settings say."""
+    """Requested sampling settings; None follows the model's generation settings."""
 
     max_new_tokens: int = MAX_NEW_TOKENS
     temperature: float | None = None  # 0: the most likely token

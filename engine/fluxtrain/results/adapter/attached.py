@@ -36,8 +36,11 @@ class Attached:
     """An adapter in fp32 on the layers of an empty base."""
 
     def __init__(self, model: nn.Module, packed: frozenset[str], given: frozenset[str]) -> None:
-        """model: peft's, with adapters loaded; packed: parameters of the base that were packed in
-        training; given: names in `model` of weights of the base that the adapter's file holds."""
+        """Hold peft's `model`, with adapters loaded.
+
+        packed: parameters of the base that were packed in training; given: names in `model` of
+        weights of the base that the adapter's file holds.
+        """
         self.packed = packed
         self.layers: dict[str, BaseTunerLayer] = {}  # by the parameter that they change
         self.given: dict[str, Tensor] = {}  # weights that take the place of the base's
@@ -52,7 +55,7 @@ class Attached:
 
     @property
     def changed(self) -> list[str]:
-        """The parameters of the base that the adapter changes, in the model's order."""
+        """Return the parameters of the base that the adapter changes, in the model's order."""
         adapted = (name for name in self.layers if self._is_changed(name))
         return list(dict.fromkeys([*adapted, *self.given]))
 
@@ -78,7 +81,8 @@ class Attached:
             return found
 
     def _is_changed(self, name: str) -> bool:
-        """A bias is changed by adapters with a bias of their own alone."""
+        """Return whether the adapter changes a parameter: a bias only where the adapter has its
+        own."""
         layer: Any = self.layers[name]
         return not name.endswith(".bias") or any(getattr(layer, "lora_bias", {}).values())
 
@@ -100,10 +104,10 @@ class Attached:
 
 
 def attach(source: AdapterSource, empty: PreTrainedModel, storage: StorageFormat) -> Attached:
-    """Put the adapter beside the layers of `empty`, the base on the meta device, in place.
+    """Add the adapter to the layers of `empty`, the base on the meta device, in place.
 
-    storage: how the large frozen weights of the base's blocks were stored in training.
-    Raises BadInput where the adapter does not fit the base, before any tensor is made.
+    storage: how the large frozen weights of the base's blocks were stored in training. Raises
+    BadInput where the adapter does not fit the base, before any tensor is made.
     """
     own = _names(empty)
     with peft_refusals(source.folder), quiet_peft():
@@ -123,10 +127,10 @@ def attach(source: AdapterSource, empty: PreTrainedModel, storage: StorageFormat
 
 
 def put_beside(source: AdapterSource, model: nn.Module, folder: Path | None = None) -> nn.Module:
-    """Put the adapter, or its weights in another `folder`, beside a loaded base, in place.
+    """Add the adapter, or its weights in another `folder`, to a loaded base, in place.
 
-    Adapters in fp32 stay in it, and are trainable, so that they are never packed with the frozen
-    weights. Raises BadInput where peft cannot, or would leave some of its tensors out.
+    Adapters in fp32 keep it, and are trainable, so they are never packed with the frozen weights.
+    Raises BadInput where peft cannot load it, or would leave some of its tensors out.
     """
     own = _names(model)
     with peft_refusals(source.folder), quiet_peft():
@@ -182,8 +186,8 @@ def _to_fp32(layer: BaseTunerLayer) -> None:
 
 
 def _give_memory(model: nn.Module) -> None:
-    """Let every tensor be on the CPU, with the memory of one element: peft moves loaded adapters to
-    where the layer beside them is."""
+    """Put every tensor on the CPU with the memory of one element: peft moves loaded adapters to
+    the device of their layer."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

@@ -54,7 +54,7 @@ class UseRequest:
 
     @property
     def torch_name(self) -> str:
-        """The dtype as torch names it, or `auto`."""
+        """Return the dtype as torch names it, or `auto`."""
         return SHORT_NAMES.get(self.dtype, self.dtype)
 
 
@@ -72,7 +72,7 @@ class ExportRequest(UseRequest):
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
-        """The dtype to write; None for `auto`."""
+        """Return the dtype to write; None for `auto`."""
         return None if self.dtype == "auto" else getattr(torch, self.torch_name)
 
     def check_values(self) -> None:

@@ -165,10 +165,8 @@ class Slots:
 
 
 def adapter_to_mount(folder: Path, base_key: str, storage: str, dtype: str) -> AdapterSource:
-    """Read an adapter, and refuse one that was trained beside another base than the open one.
-
-    Raises BadInput with both.
-    """
+    """Read an adapter, and refuse one that was trained on another base than the open one. Raises
+    BadInput with both."""
     source = read_adapter(folder)
     told = source.trained_on
     if told is None:

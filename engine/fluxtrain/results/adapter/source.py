@@ -33,7 +33,7 @@ class AdapterSource:
 
     @property
     def weights(self) -> Path:
-        """The file of its tensors."""
+        """Return the file of its tensors."""
         return self.folder / WEIGHTS
 
 

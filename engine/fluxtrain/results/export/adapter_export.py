@@ -113,7 +113,7 @@ def _no_adapter(path: Path) -> BadInput:
 
 
 def usual_folder(found: FoundModel, kind: str) -> Path:
-    """Return the folder in the run's, or beside an adapter's own."""
+    """Return the folder in the run's, or next to an adapter's own."""
     if found.run_dir is None:
         folder = Path(found.path).expanduser().absolute()
         return folder.parent / f"{folder.name}-{kind}"

@@ -65,7 +65,7 @@ def agreement(
 
 @dataclass(frozen=True, kw_only=True)
 class RoundedWeight:
-    """A merged weight as it is written, beside its sum with the adapter in fp32."""
+    """A merged weight as it is written, and its sum with the adapter in fp32."""
 
     name: str
     difference: float  # of the two, relative to the sum

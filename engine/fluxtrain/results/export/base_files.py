@@ -32,7 +32,7 @@ class BaseFiles:
 
     @property
     def stored(self) -> Mapping[str, StoredTensor]:
-        """Dtype and shape of each tensor by its name in the files."""
+        """Return dtype and shape of each tensor by its name in the files."""
         return self.files.tensors
 
     def tensor(self, name: str) -> Tensor:
@@ -104,7 +104,7 @@ class TrainedBase:
         return dequantised(weight, self._storage, parameter)
 
     def is_packed(self, parameter: str) -> bool:
-        """Was it packed in training?"""
+        """Return whether the parameter was packed in training."""
         return self._storage != "plain" and parameter in self._packed
 
 

@@ -53,7 +53,7 @@ class Merge:
 
     @property
     def base(self) -> BaseFiles:
-        """The files of the base."""
+        """Return the files of the base."""
         return self.onto.base
 
     def check(self) -> None:
@@ -133,7 +133,7 @@ class Merge:
 
     @property
     def stated_dtype(self) -> str:
-        """The dtype of most weights, as torch names it."""
+        """Return the dtype of most weights, as torch names it."""
         return str(self.dtype or self.onto.dtype).removeprefix("torch.")
 
     @cached_property
@@ -180,8 +180,8 @@ def _converted(weight: Tensor, tensor: PlannedTensor) -> Tensor:
 
 
 def carry_over(base: Path, adapter: Path, folder: Path) -> None:
-    """Copy into `folder` what a base's folder holds beside weights; and of the adapter's folder the
-    chat template, the generation settings (with the trained ends), and what the base lacks."""
+    """Copy into `folder` a base's files other than weights; and from the adapter's folder the chat
+    template, the generation settings (with the trained ends), and files that the base lacks."""
     chosen = (adapter / TEMPLATE).exists()  # with it, the adapter has all templates
     for path in files_beside(base):
         if _is_carried(path.name) and not (chosen and path.parent.name == TEMPLATES):
@@ -212,8 +212,8 @@ _PIECE_BYTES = 16 << 20
 
 
 def planned_shards(tensors: Iterable[PlannedTensor], most_bytes: int) -> list[list[PlannedTensor]]:
-    """Cut the tensors, in their order, into shards of at most `most_bytes`; a larger tensor has a
-    shard of its own."""
+    """Cut the tensors, in their order, into shards of at most `most_bytes`; a larger tensor is one
+    shard."""
     shards: list[list[PlannedTensor]] = [[]]
     size = 0
     for tensor in tensors:

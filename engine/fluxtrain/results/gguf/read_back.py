@@ -134,7 +134,10 @@ def vocabulary_read(read: Mapping[str, Any], pattern: str) -> Vocabulary:
 
 
 def refuse_other_tokens(file: FastTokenizer, tokenizer: PreTrainedTokenizerBase, text: str) -> None:
-    """Raise Disagrees where a text has other tokens by the file than by the model's tokenizer."""
+    """Raise Disagrees where the file tokenizes a text otherwise than the model's tokenizer.
+
+    read: the tokenizer's part of the file, as transformers reads it.
+    """
     mine = tokenizer(text, add_special_tokens=False).input_ids
     found = file.encode(text, add_special_tokens=False).ids
     if mine != found:

@@ -124,7 +124,7 @@ def _tokens(content: Mapping[str, Any], rows: int) -> tuple[list[str], list[int]
 
 
 def _pattern(content: Mapping[str, Any]) -> str:
-    """Return llama.cpp's name for how text is cut into pieces of bytes."""
+    """Return llama.cpp's name for the rule that cuts text into pieces of bytes."""
     normalizer = content.get("normalizer") or {"type": "NFC"}  # llama.cpp expects composed text
     if normalizer["type"] != "NFC":
         raise _unknown(f"it changes texts first ({normalizer['type']})")
@@ -151,7 +151,7 @@ def _space_before(content: Mapping[str, Any]) -> bool:
 
 
 def _scores(tokens: Sequence[str], merges: Sequence[tuple[str, ...]]) -> list[float]:
-    """Score tokens so that what is merged first scores highest."""
+    """Score tokens so that the first merges score highest."""
     ranks: dict[str, int] = {}
     for rank, pair in enumerate(merges):
         ranks.setdefault("".join(pair), rank)
@@ -189,7 +189,7 @@ def rebuilt(read: Vocabulary) -> FastTokenizer:
 
 
 def _pairs(read: Vocabulary, numbers: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Return all pairs that make a token, those that make the highest score first."""
+    """Return all pairs that make a token, the highest scores first."""
     found: list[tuple[float, int, tuple[str, str]]] = []
     for number, (text, kind) in enumerate(zip(read.tokens, read.kinds, strict=True)):
         if kind == Kind.NORMAL:

@@ -41,7 +41,7 @@ class CopyMemory:
     """One mapping that is filled from its beginning by each checkpoint; used by one at a time."""
 
     def __init__(self, size_bytes: int) -> None:
-        """`size_bytes` hold the tensors of one checkpoint."""
+        """Allocate `size_bytes`, which hold the tensors of one checkpoint."""
         try:
             self._arena = HostArena(size_bytes + _BETWEEN_BYTES, pin=False)
         except (OSError, MemoryError):  # a limit of addresses: each copy has fresh memory
@@ -74,7 +74,7 @@ class CopyMemory:
             self._in_use, self._used_bytes = True, 0
 
     def end(self) -> None:
-        """Nothing reads the copies any more."""
+        """Note that nothing reads the copies any more."""
         with self._lock:
             self._in_use = False
 
@@ -130,9 +130,8 @@ class BackgroundWrite:
     ) -> None:
         """Take the state between two steps: all updates are done.
 
-        `write` writes the shards that it is given, and tells of each that is written. The copies
-        go into `memory`, or fresh memory. What no update waits for (parameters outside of groups)
-        is copied at once.
+        `write` writes the given shards, and reports each. The copies go into `memory`, or fresh
+        memory. Parameters outside of groups, for which no update waits, are copied at once.
         """
         self.step = step
         self.checkpoint: Checkpoint | None = None
@@ -167,7 +166,7 @@ class BackgroundWrite:
 
     @property
     def held_s(self) -> float:
-        """Seconds that updates have waited for its copies."""
+        """Return the seconds that updates have waited for its copies."""
         return self._engine.held_s - self._held_before_s
 
     def wait_copied(self) -> None:

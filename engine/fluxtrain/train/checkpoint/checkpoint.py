@@ -61,7 +61,7 @@ class Checkpoint:
     named: bool = False  # by the user: no other one takes its place
 
     def trainer_state(self) -> dict[str, Any]:
-        """Return what the trainer saves beside the engine's shards."""
+        """Return the state that the trainer saves with the engine's shards."""
         state: dict[str, Any] = json.loads(read_plain(self.path / TRAINER))
         return state
 

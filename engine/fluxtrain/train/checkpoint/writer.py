@@ -85,8 +85,11 @@ class CheckpointWriter:
         budget_bytes: int = 0,
         chunk_rows: int | None = None,
     ) -> None:
-        """`budget_bytes` of host memory may hold copies of what is written in the background; 0:
-        training always waits. `chunk_rows` is as the user set it; None: by the plan."""
+        """Prepare checkpoints.
+
+        `budget_bytes` of host memory may hold copies for writing in the background; 0: training
+        always waits. `chunk_rows` is the user's; None: by the plan.
+        """
         self._root = root
         self._cadence = cadence
         self._keep, self._needs_best = keep, needs_best
@@ -404,7 +407,7 @@ class CheckpointWriter:
         yield from self._optimizer.state_shards()
 
     def _make_room(self, engine: Engine, best_step: int | None) -> None:
-        """Remove older checkpoints if a new one does not fit beside them; nothing is written yet.
+        """Remove older checkpoints if a new one does not fit otherwise; nothing is written yet.
 
         The newest one always stays, and the best one where it is needed. Raises NoSpace if the new
         one does not fit even so.

@@ -186,7 +186,7 @@ class SteadySteps:
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """The seconds of each step."""
+        """Return the seconds of each step."""
         return tuple(step.step_s for step in self._steps)
 
     @property

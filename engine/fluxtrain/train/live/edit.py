@@ -105,7 +105,7 @@ def _spread(run: LiveRun, now: LiveSettings, change: Change) -> LiveSettings:
 def _with_device(
     run: LiveRun, rows: Sequence[GroupPlacement], chosen: Iterable[GroupPlacement]
 ) -> _Rows:
-    """Move the chosen groups to the device, and those that leave it to where they were planned."""
+    """Move the chosen groups to the device, and groups that leave it to where they were planned."""
     names = {row.name for row in chosen}
     disk = {row.name for row in run.planned.rows if row.weights == "disk"}
     return [

@@ -59,7 +59,7 @@ class DiskWait:
             self._waits = False
 
     def _rewrite(self, write: Callable[[], None]) -> None:
-        """Journal what could not be; what is told during the wait itself is shown alone."""
+        """Journal the waiting events; events of the wait itself are only shown."""
         if not self._waits:
             self.until_written(write)
 

@@ -62,7 +62,7 @@ class GaugeThread:
         host_limit_bytes: int | None,
         look: Callable[[], None] = lambda: None,
     ) -> None:
-        """`look` is called with each sample."""
+        """Start sampling; `look` is called with each sample."""
         self._look = look
         self._announcer = announcer
         self._period_s = LIVE_PERIOD_S if live else JOURNAL_PERIOD_S
@@ -187,8 +187,9 @@ def _moves(engine: TrainingEngine) -> MovesMade | None:
 
 
 def bus_ceilings(cards: int = 1) -> tuple[float | None, float | None]:
-    """Return page-locked bytes a second to the GPU and back, as `fluxtrain probe` measured them on
-    this machine; None if it has not. Of several cards: to all at once, where all of them train."""
+    """Return the page-locked bytes a second to the GPU and back, as `fluxtrain probe` measured
+    them on this machine; None if it has not. For several cards: the sum over all, while all copy.
+    """
     found = known_rates(runs_root())
     names = ("h2d_pinned", "d2h_pinned") if cards == 1 else TOGETHER[:2]
     probed = sum(1 for name in found if name.endswith("h2d_pinned"))

@@ -22,8 +22,8 @@ Left = Callable[[], tuple[int, int] | None]
 class HostRoom:
     """Looks now and then how much memory is left, by the control group or the machine.
 
-    Where little is left, memory that nobody needs is given back; where that is not enough, `ends`
-    is told why, once.
+    Where little is left, unneeded memory is freed; where that is not enough, `ends` gets the
+    reason, once.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class HostRoom:
 
 
 def least_bytes(total: int) -> int:
-    """Return what must be left: pages of programs and of the kernel's own have to be somewhere."""
+    """Return the memory that must stay free: for programs' and the kernel's own pages."""
     low, high = LEAST_BYTES
     return min(max(int(LEAST_SHARE * total), low), high, total // 10)
 

@@ -63,7 +63,7 @@ class Tracker(Protocol):
         """Add values after a step."""
 
     def write(self, step: int, samples: Sequence[tuple[str, str]]) -> None:
-        """Add prompts with their answers after a step."""
+        """Write prompts with their answers after a step."""
 
     def finish(self, *, failed: bool) -> None:
         """End the run, with everything that was added."""
@@ -100,7 +100,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Logs to a run of its own id. Steps that wandb has already are left as they are by wandb."""
+    """Logs to a wandb run with the run's id; wandb keeps the steps that it already has."""
 
     def start(self, run: TrackedRun) -> str:
         """Open or continue the run; WANDB_MODE and the other variables of wandb count."""
@@ -180,7 +180,7 @@ class MLflow:
 
 
 class Trackio:
-    """Logs to a run of its own name, by which trackio knows runs."""
+    """Logs to a trackio run with the run's name, by which trackio knows runs."""
 
     def start(self, run: TrackedRun) -> str:
         """Open or continue the run."""
@@ -312,7 +312,8 @@ class TrackerFeed:
         warn: Callable[[str], None],
         limit: int = QUEUE_LIMIT,
     ) -> None:
-        """`make` and all calls of the tracker happen in the thread; `warn` may be called there."""
+        """Start the thread; `make` and all calls of the tracker happen in it, and `warn` may be
+        called there."""
         self.name = name
         self._make, self._run, self._warn = make, run, warn
         self._events: queue.Queue[Event | None] = queue.Queue(limit)

@@ -62,8 +62,8 @@ def hold_to_budget(budget_gib: float | None, others: Iterable[int] = ()) -> int 
 
 
 def _context_bytes(used_bytes: int, card: int) -> int:
-    """This process's memory on a card outside torch: by NVML, or all that is used where NVML is
-    silent."""
+    """Return this process's memory on a card outside torch: by NVML, or all used memory where NVML
+    is silent."""
     from fluxtrain.machine.gpu import own_process_bytes
 
     own_bytes = own_process_bytes()
@@ -92,9 +92,12 @@ def make_first_current(config: RunConfig, device: str) -> None:
 def cards_of(
     config: RunConfig, machine: Machine, device: str, limit_bytes: int | None
 ) -> CardsCapacity:
-    """Return the cards that torch sees, with what of each may be used: at most `limit_bytes`, which
-    a budget leaves beside CUDA's own share and which torch's allocator is held to on each. Without
-    a GPU these are as many parts of the processor as `parallel.cards` asks for."""
+    """Return the cards that torch sees, with the bytes that may be used of each: at most
+    `limit_bytes`, which a budget leaves after CUDA's own share and which torch's allocator is
+    limited to.
+
+    Without a GPU these are as many parts of the processor as `parallel.cards` asks for.
+    """
     available = machine.memory_available_bytes
     if device != "cuda":
         asked = config.parallel.cards

@@ -40,7 +40,7 @@ class Forecast:
     constants: Constants
 
     def options(self, steps: int) -> tuple[PlanOption, ...]:
-        """The fast, balanced and fit plans; none where rates are missing.
+        """Return the fast, balanced and fit plans; none where rates are missing.
 
         On a GPU with `max` as set the rule alone decides: no plan of the dial could be had.
         """
@@ -74,13 +74,13 @@ class Forecast:
 
     @property
     def because(self) -> str:
-        """Where the time comes from, or why there is none."""
+        """Return the source of the time, or why none is known."""
         rates = self._rates
         return rates if isinstance(rates, str) else self.constants.source
 
     @property
     def layout(self) -> Layout:
-        """What is predicted."""
+        """Return the predicted layout."""
         return self.placement.layout
 
     @property
@@ -112,13 +112,13 @@ class Forecast:
 
     @property
     def disk_bytes(self) -> int:
-        """Kept checkpoints, one that is being written, and the model at the end."""
+        """Return the bytes of the kept checkpoints, the one being written, and the final model."""
         files = self._files
         return files.copies * files.checkpoint_bytes + files.model_bytes
 
     @property
     def checkpoint_bytes(self) -> int:
-        """One checkpoint: weights and optimizer states."""
+        """Return the bytes of one checkpoint: weights and optimizer states."""
         return self._files.checkpoint_bytes
 
     @property
@@ -129,7 +129,7 @@ class Forecast:
 
 
 def planned_layout(facts: ModelFacts, layout: Layout) -> PlannedLayout:
-    """A layout as it is told: with what of embedding and head is really copied."""
+    """Return a layout with the actual ways of copying embedding and head."""
     copied = replace(
         layout, embedding=embedding_copied(facts, layout), head=head_copied(facts, layout)
     )
@@ -143,7 +143,7 @@ def forecast_of(
     capacity: Capacity,
     constants: Constants,
 ) -> Forecast:
-    """What is asked for a run as `config` says."""
+    """Predict the run of `config`."""
     request = request_of(config, facts, placement.batch_rows, None)
     budget = placement.budget_bytes
     return Forecast(
@@ -162,7 +162,8 @@ def forecast_of(
 def card_lines(
     cards: Sequence[CardPlan], left_out: Sequence[CardLeftOut], blocks: int
 ) -> list[str]:
-    """What each card does, and which are left out, for people; nothing where there is one card."""
+    """Describe the work of each card, and the cards left out, for people; nothing for a single
+    card."""
     lines = []
     for card in cards:
         holds = f"{card.blocks} of {blocks} blocks" + ", embedding and head" * card.edges

@@ -91,12 +91,13 @@ def card_capability(device: str) -> Capability | None:
 
 
 def dtype_choice(found: Precision) -> ChoiceMade:
-    """As a plan tells it."""
+    """Return the choice of the dtype as a plan shows it."""
     return ChoiceMade(name="model.dtype", value=found.dtype, because=found.because)
 
 
 def optimizer_in_backward(config: RunConfig, facts: ModelFacts) -> bool:
-    """Is each group updated as soon as its gradients arrive? Not where they may overflow."""
+    """Return whether each group is updated as soon as its gradients arrive; never where they may
+    overflow."""
     return config.train.optimizer_in_backward and not facts.scales_its_loss
 
 
@@ -107,7 +108,8 @@ def model_facts(
     states: StateFormat = "fp32",
     frozen: StorageFormat = "plain",
 ) -> ModelFacts:
-    """Sizes of a causal language model and of one row, also of a model on the meta device.
+    """Return the sizes of a causal language model and of one row, also for a model on the meta
+    device.
 
     `config` is its Hugging Face configuration, `states` how AdamW's moments are kept, `frozen` how
     frozen weights are.
@@ -127,7 +129,7 @@ def model_facts(
 
 
 def model_facts_for(config: RunConfig, model: nn.Module, model_config: Any) -> ModelFacts:
-    """The same for rows and optimizer states as a run's configuration asks for them."""
+    """Return `model_facts` for rows and optimizer states of a run's configuration."""
     frozen = method_of(config).frozen_storage(config.method)
     found = model_facts(model, model_config, config.data.row_tokens, config.train.states, frozen)
     name = config.train.optimizer
@@ -154,7 +156,7 @@ def decide(
     elsewhere: CardsCapacity | None = None,
     constants: Constants | None = None,
 ) -> Placement:
-    """Where the bytes go and how many rows a step takes.
+    """Return where the bytes go and how many rows a step takes.
 
     `batch_rows` None leaves it to the rule; `data_rows` are those of one epoch; `loaded_bytes` of
     this process are weights that move to where the plan puts them; `capacity` None is that of this
@@ -257,7 +259,7 @@ def _not_dealt(config: RunConfig, facts: ModelFacts) -> str:
 
 
 def undealt_choice(config: RunConfig, facts: ModelFacts) -> tuple[ChoiceMade, ...]:
-    """Why what somebody asked of several cards has no effect, where it has none."""
+    """Explain settings for several cards that have no effect."""
     because = _not_dealt(config, facts)
     cards = config.parallel.cards
     one = isinstance(cards, tuple) and len(cards) == 1  # the one that it updates on
@@ -267,7 +269,7 @@ def undealt_choice(config: RunConfig, facts: ModelFacts) -> tuple[ChoiceMade, ..
 
 
 def dial_choice(config: RunConfig, device: str, *, timed: bool) -> tuple[ChoiceMade, ...]:
-    """Why a dial that somebody turned has no effect, where it has none."""
+    """Explain a dial setting that has no effect."""
     asked = config.placement.aggressiveness
     because = ""
     if device != "cuda":
@@ -282,8 +284,8 @@ def dial_choice(config: RunConfig, device: str, *, timed: bool) -> tuple[ChoiceM
 
 
 def as_it_is_now(machine: Machine, given_back_bytes: int) -> Machine:
-    """`machine` with the host memory that is available now, after libraries and data were loaded,
-    and what this process is going to give back of its own."""
+    """Return `machine` with the host memory available now, after loading, plus the memory that
+    this process is about to free."""
     left = read_machine(gpus=Gpus(gpus=(), driver=None, reason="not asked")).memory_available_bytes
     available = None if left is None else max(0, left + given_back_bytes)
     return msgspec.structs.replace(machine, memory_available_bytes=available)
@@ -296,7 +298,7 @@ def dial_share(config: RunConfig) -> float:
 
 
 def capacity_of(machine: Machine, device: str) -> Capacity:
-    """What this machine has now, of several cards the current one."""
+    """Return the machine's memory now, of several cards the current one's."""
     free = torch.cuda.mem_get_info(torch.cuda.current_device())[0] if device == "cuda" else None
     return Capacity(device_free_bytes=free, host_available_bytes=machine.memory_available_bytes)
 
@@ -304,7 +306,7 @@ def capacity_of(machine: Machine, device: str) -> Capacity:
 def request_of(
     config: RunConfig, facts: ModelFacts, batch_rows: int | None, data_rows: int | None
 ) -> RunRequest:
-    """What a configuration asks of the placement."""
+    """Return a configuration's request for the placement."""
     own = config.train.optimizer == "adamw"
     asked = config.placement if own else replace(config.placement, offload="none")
     return RunRequest.of(
@@ -318,7 +320,7 @@ def request_of(
 
 
 def loaded_bytes(model: nn.Module) -> int:
-    """Weights that are in host memory now: copies, and pages of files that were read."""
+    """Return the bytes of weights in host memory now: copies, and pages of files already read."""
     return resident_bytes(model)
 
 
@@ -337,8 +339,8 @@ def wrapped(
     facts: ModelFacts,
     say: Callable[[str], None],
 ) -> tuple[nn.Module, Engine]:
-    """The model as `placement` says, and its engine; `say` is told what became of the cache of
-    packed weights. Raises RanOutLoading."""
+    """Return the model wrapped as `placement` says, and its engine; `say` gets the outcome of the
+    cache of packed weights. Raises RanOutLoading."""
     from fluxtrain.core.guards.wrap_checks import wide_frozen_weights
     from fluxtrain.core.updates.loss_scale import LossScale
     from fluxtrain.core.wrap.engine import engine_of
@@ -383,7 +385,7 @@ def wrapped(
 
 
 def _usual_dtype_bytes(model: nn.Module) -> int:
-    """Of the dtype that most weights have: adapters in fp32 leave activations in bf16."""
+    """Return the bytes of the dtype of most weights: adapters in fp32 leave activations in bf16."""
     elements: Counter[int] = Counter()
     for parameter in model.parameters():
         if parameter.is_floating_point():

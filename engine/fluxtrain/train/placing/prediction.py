@@ -24,7 +24,8 @@ class Promise:
     binds: str = ""
 
     def after(self, earlier: Promise) -> Promise:
-        """The same for a run that had another layout before: its peaks are those of the larger."""
+        """Return the prediction of a run that had another layout before: its peaks are the larger
+        ones."""
         return replace(
             self,
             device_bytes=max(self.device_bytes, earlier.device_bytes),
@@ -33,7 +34,7 @@ class Promise:
 
 
 def steady_step_s(steps_s: Sequence[float]) -> float | None:
-    """The median of the steps after the first few; None where there are none."""
+    """Return the median of the steps after the first few; None where there are none."""
     steady = sorted(steps_s[WARMING_STEPS:])
     if not steady:
         return None
@@ -44,8 +45,8 @@ def steady_step_s(steps_s: Sequence[float]) -> float | None:
 def compared(
     predicted: Mapping[str, float | None], measured: Mapping[str, float | None]
 ) -> tuple[Compared, ...]:
-    """One row for each quantity; the error is that of the prediction, as a share of what was
-    measured, and None where either is not known."""
+    """Return one row for each quantity, with the prediction's error as a share of the measurement;
+    None where either is unknown."""
     return tuple(_row(name, predicted.get(name), measured.get(name)) for name in QUANTITIES)
 
 

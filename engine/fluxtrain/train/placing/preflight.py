@@ -162,8 +162,8 @@ def _size_bytes(folder: Path) -> int:
 
 
 def wanted_bytes(facts: ModelFacts, layout: Layout) -> int:
-    """Weights on the host and their gradients on the way there (sums of several
-    passes too), and what an embedding's rows pass through."""
+    """Return the bytes to lock: weights on the host, their arriving gradients (also sums of
+    several passes), and buffers of an embedding's rows."""
     on_host = by_tier(facts, layout)["host"]
     by_rows = rows_of_table(facts, layout, on_host)
     passing = by_rows.host_bytes(layout.passes) if by_rows is not None else 0
@@ -172,7 +172,7 @@ def wanted_bytes(facts: ModelFacts, layout: Layout) -> int:
 
 
 def page_lock_choice(wanted: int, refused: int, per_s: Mapping[str, float | None]) -> ChoiceMade:
-    """How much is locked, with the cost of what the system refuses (bytes)."""
+    """Return how much is locked, with the cost of the bytes that the system refuses."""
     fast, slow = per_s.get("h2d_pinned"), per_s.get("h2d_pageable")
     if not refused:
         because = f"copies reach {rate_text(fast)} then" if fast else "copies are fastest then"
@@ -195,6 +195,6 @@ def page_lock_choice(wanted: int, refused: int, per_s: Mapping[str, float | None
 
 
 def refused_before(wanted: int, per_s: Mapping[str, float | None]) -> int:
-    """What is refused for certain: all, where the probe could copy and not lock."""
+    """Return the bytes certain to be refused: all, where the probe could copy but not lock."""
     copies = per_s.get("h2d_pageable") is not None
     return wanted if copies and "pin" in per_s and per_s["pin"] is None else 0

@@ -31,7 +31,8 @@ class Snapshot:
         return ChoiceMade(name="train.checkpoint_every", value=str(every), because=because)
 
     def counted_in(self, answer: PlanAnswer) -> PlanAnswer:
-        """Return the answer with the copies in the host memory of its plan and those beside it."""
+        """Return the answer with the copies added to the host memory of its plan and of the
+        others."""
         copies_bytes, replace = self.budget_bytes, msgspec.structs.replace
         plans = tuple(
             replace(one, host_bytes=one.host_bytes + copies_bytes) for one in answer.plans
@@ -42,8 +43,10 @@ class Snapshot:
 def snapshot_of(
     config: RunConfig, facts: ModelFacts, placement: Placement, available_bytes: int | None
 ) -> Snapshot:
-    """Choose for a planned run, by the host memory that its plan leaves of what is available. The
-    checkpoint after the last step needs no copies: nothing is trained beside it."""
+    """Choose for a planned run, by the host memory that its plan leaves free.
+
+    The checkpoint after the last step needs no copies: nothing is trained meanwhile.
+    """
     if config.train.checkpoint_every == "end" and config.train.final_model != "best":
         return _waiting("no step follows the only one that is saved")
     at_once = {
