@@ -65,6 +65,18 @@ def test_links_of_the_index_page_lead_to_the_repository_at_the_version() -> None
     assert page(text, "", "1.2") == " b [d](https://d.org) [e](#f)"
 
 
+def test_the_app_under_its_own_name_is_the_project_in_the_same_version() -> None:
+    files = [ROOT / "pyproject.toml", ROOT / "release" / "tui" / "pyproject.toml"]
+    whole, app = (tomllib.loads(path.read_text(encoding="utf-8"))["project"] for path in files)
+    made = runpy.run_path(str(ROOT / "release" / "tui" / "of_fluxtrain.py"))
+    told = made["dynamic_metadata"]({}, app)
+    assert (told["version"], told["dependencies"]) == (
+        whole["version"], [f"fluxtrain=={whole['version']}"],
+    )  # fmt: skip
+    assert set(app["scripts"].items()) <= set(whole["scripts"].items())
+    assert app["requires-python"] == whole["requires-python"]
+
+
 def test_the_container_runs_the_command_as_a_user_without_rights() -> None:
     lines = (ROOT / "release" / "Dockerfile").read_text(encoding="utf-8").splitlines()
     said = [line.split(maxsplit=1) for line in lines if line and line[0].isupper()]
