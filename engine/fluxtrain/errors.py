@@ -70,6 +70,10 @@ class TooNew(BadInput):
         )
 
 
+class Busy(BadInput):
+    """What is asked for is in use now; the same may be done later."""
+
+
 class UnsupportedModel(BadInput):
     """`wrap` cannot train this model correctly, and says why."""
 

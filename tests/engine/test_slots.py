@@ -148,13 +148,17 @@ def test_a_slot_changes_its_adapter_while_others_answer(
             talk.say(Mount(name="sixteen", path=str(adapters["sixteen"])))  # "four" leaves
             talk.say(Ask(id="new", prompt="a dog and the cat", adapter="sixteen"))
             talk.say(Ask(id="gone", prompt="hello", adapter="four"))
-            talk.say(Unmount(name="eight"), Stop(id="new"))
+            talk.say(Ask(id="fills", prompt="hello", adapter="sixteen", max_new_tokens=30))
+            talk.say(Mount(name="four", path=str(adapters["four"])))  # both slots answer
+            talk.say(Unmount(name="eight"), Stop(id="new"), Stop(id="fills"))
         if isinstance(event, Answered) and event.id == "long":
             talk.say(Ask(id="again", prompt="a dog and the cat", adapter="sixteen"), None)
 
     talk.when = later
     with opened(base, slots=2, slot_rank=16) as model:
         talk.run(model)
+    busy = next(one for one in talk.events if isinstance(one, Refused) and one.id == "four")
+    assert busy.later and "--slots" in busy.message
     assert "not mounted" in talk.refusals()["gone"] and "answers now" in talk.refusals()["eight"]
     assert talk.answers()["again"] == alone(adapters["sixteen"], "a dog and the cat")
     assert talk.answers()["long"][:5] == alone(adapters["eight"], "the fox")[:5]

@@ -12,7 +12,7 @@ from time import perf_counter
 import msgspec
 import torch
 
-from fluxtrain.errors import BadInput
+from fluxtrain.errors import BadInput, Busy
 from fluxtrain.events.answers.generation import (
     Ask,
     Event,
@@ -129,7 +129,7 @@ class _Answering:
                 self._send(line)
         except BadInput as error:
             name = line.id if isinstance(line, Ask) else getattr(line, "name", "")
-            self._send(Refused(id=name, message=str(error)))
+            self._send(Refused(id=name, message=str(error), later=isinstance(error, Busy)))
 
     def stop(self, name: str) -> None:
         """End one answer with what there is of it, or all ("")."""

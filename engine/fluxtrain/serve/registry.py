@@ -138,9 +138,9 @@ def delete_version(store: Store, project: str, name: str) -> None:
             shutil.rmtree(store.models / row["artifact"], ignore_errors=True)
 
 
-def checked(store: Store, folder: Path | None) -> Path:
+def checked(store: Store, folder: Path) -> Path:
     """Return the folder of an artifact. Raises Refusal where its files were changed or are gone."""
-    assert folder is not None and folder.parent == store.models
+    assert folder.parent == store.models
     if not folder.is_dir() or digest_of(folder) != folder.name:
         raise Refusal(
             f"the files of this model were changed or removed since they were registered "

@@ -8,11 +8,11 @@ import json
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
-import msgspec
 import sqlalchemy as sa
 from fastapi.concurrency import run_in_threadpool
 
@@ -60,7 +60,7 @@ class Service:
         commands of `fluxtrain`."""
         self.store, self.settings, self._program = store, settings, program
         self.queue = Queue(store, settings, trainer)
-        self.worker = Worker(self._may_answer, program)
+        self.worker = Worker(self._may_answer, partial(checked, store), program)
         self._planning = asyncio.Semaphore(PLANS_AT_ONCE)
         self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
@@ -229,9 +229,7 @@ class Service:
             raise Refusal("this server answers no questions (inference: off)", status=404)
         await run_in_threadpool(self._refuse_over_quota, project)
         opened, folder = await run_in_threadpool(self._opened, project, name)
-        if folder is not None:
-            asked = msgspec.structs.replace(asked, adapter=folder.name)
-        return self.worker.answer(opened, asked, lambda: checked(self.store, folder))
+        return self.worker.answer(opened, asked, folder)
 
     def _refuse_over_quota(self, project: str) -> None:
         most = self.settings.quotas.tokens_per_minute

@@ -44,7 +44,7 @@ class _Worker:
     ready: asyncio.Future[Ready]
     waiting: dict[str, asyncio.Queue[Said | None]] = field(default_factory=dict)
     mounted: frozenset[str] = frozenset()
-    refused: dict[str, str] = field(default_factory=dict)  # adapters, and why
+    refused: dict[str, Refused] = field(default_factory=dict)  # mounts by adapter
     reader: asyncio.Task[None] | None = None
     why: str = ""  # it ended
 
@@ -59,7 +59,7 @@ class _Worker:
                     if asked is not None:
                         asked.put_nowait(event)
                     elif isinstance(event, Refused):
-                        self.refused[event.id] = event.message
+                        self.refused[event.id] = event
                 elif isinstance(event, Mounted):
                     self.mounted = frozenset(event.mounted)
                 else:
@@ -83,18 +83,25 @@ class Worker:
     """Keeps the process for the model that was asked for last; another one replaces it as soon as
     no answer is under way."""
 
-    def __init__(self, may_run: Callable[[], bool], program: tuple[str, ...] = FLUXTRAIN) -> None:
-        """Prepare a worker; may_run: returns whether memory allows one now."""
-        self._may_run, self._program = may_run, program
+    def __init__(
+        self,
+        may_run: Callable[[], bool],
+        check: Callable[[Path], object],
+        program: tuple[str, ...] = FLUXTRAIN,
+    ) -> None:
+        """Prepare a worker.
+
+        may_run: returns whether memory allows one now; check: raises Refusal for an adapter whose
+        files were changed.
+        """
+        self._may_run, self._check, self._program = may_run, check, program
         self._worker: _Worker | None = None
         self._changing = asyncio.Lock()
 
-    async def answer(
-        self, opened: Opened, asked: Ask, check: Callable[[], Path]
-    ) -> AsyncIterator[Said]:
+    async def answer(self, opened: Opened, asked: Ask, adapter: Path | None) -> AsyncIterator[Said]:
         """Yield the pieces of an answer, and in the end the whole.
 
-        `check` returns the folder of the ask's adapter; it is called before the adapter is mounted.
+        `adapter` is the folder of the adapter that answers; its name is that of the adapter.
 
         Raises Refusal: 503 where the worker is busy with another model, died or has to wait for a
         job, 400 for what the model cannot answer.
@@ -105,10 +112,11 @@ class Worker:
         worker.waiting[named.id] = heard
         ended = False
         try:
-            if asked.adapter is not None:
-                known = asked.adapter in worker.mounted
-                folder = str("" if known else await run_in_threadpool(check))
-                await worker.talk.mount(asked.adapter, folder)
+            if adapter is not None:
+                if adapter.name not in worker.mounted:
+                    await run_in_threadpool(self._check, adapter)
+                await worker.talk.mount(adapter.name, str(adapter))
+                named = msgspec.structs.replace(named, adapter=adapter.name)
             await worker.talk.ask(named)
             while not ended:
                 event = await heard.get() if not worker.why or heard.qsize() else None
@@ -117,7 +125,8 @@ class Worker:
                     raise _try_again(f"the worker ended in mid-answer ({worker.why})")
                 if isinstance(event, Refused):
                     ended = True
-                    raise Refusal(worker.refused.pop(asked.adapter or "", event.message))
+                    refused = worker.refused.pop(named.adapter or "", event)
+                    raise _try_again(refused.message) if refused.later else Refusal(refused.message)
                 ended = isinstance(event, Answered)
                 yield event
         finally:

@@ -153,6 +153,7 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
 
     id: str  # of a mount or unmount: its name
     message: str
+    later: bool = False  # the same may be done when an answer has ended
 
 
 Request = Ask | Stop | Mount | Unmount

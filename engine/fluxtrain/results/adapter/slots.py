@@ -21,7 +21,7 @@ from peft.utils.save_and_load import load_peft_weights
 from torch import nn
 from transformers import PreTrainedModel
 
-from fluxtrain.errors import BadInput
+from fluxtrain.errors import BadInput, Busy
 from fluxtrain.methods.adapters import find_targets
 from fluxtrain.results.adapter.source import AdapterSource, read_adapter
 
@@ -90,7 +90,7 @@ class Slots:
         if not free:
             idle = next((one for one in self.filled if one not in busy), None)
             if idle is None:
-                raise BadInput(
+                raise Busy(
                     f"all {len(self.names)} slots hold adapters that answer now: ask again when "
                     "one has ended, or start with more --slots"
                 )
