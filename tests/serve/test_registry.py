@@ -108,6 +108,13 @@ def test_an_ask_waits_while_a_job_trains(served: Served) -> None:
     with pytest.raises(openai.InternalServerError) as refused:
         asked(client, "demo")
     assert refused.value.response.headers["retry-after"] == "5"
+    accepted = create(client, "too-large")  # its plan may find room when the job has ended
+    assert accepted.status == "queued"
+    with pytest.raises(openai.InternalServerError, match="learning rate"):
+        create(client, "too-large", hyperparameters={"learning_rate_multiplier": 2})
+    client.fine_tuning.jobs.cancel(accepted.id)
     client.fine_tuning.jobs.cancel(job.id)
     wait_for(lambda: not served.service.queue.busy)
     assert asked(client, "demo") == "one two "
+    needs_its_memory = create(client, "beside-no-worker")
+    assert ended(client, needs_its_memory.id).status == "succeeded"

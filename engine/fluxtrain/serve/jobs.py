@@ -166,13 +166,23 @@ def config_of(
     return config, {kind: row["blob"] for kind, row in blobs.items()}
 
 
-def with_rate(config: dict[str, Any], asked: JobRequest, plan: PlanAnswer) -> dict[str, Any]:
-    """Return the configuration with its learning rate, set or usual, times the multiplier."""
+def with_rate(config: dict[str, Any], asked: JobRequest, plan: PlanAnswer | None) -> dict[str, Any]:
+    """Return the configuration with its learning rate, set or usual, times the multiplier.
+
+    Raises Refusal where the usual rate is not known, as there is no plan.
+    """
     times = asked.asked.learning_rate_multiplier
-    planned = {one.name: one.value for one in plan.choices}.get("train.learning_rate")
-    usual = config.get("train", {}).get("learning_rate", planned)
-    if times == "auto" or usual is None:
+    if times == "auto":
         return config
+    planned = {one.name: one.value for one in plan.choices} if plan is not None else {}
+    usual = config.get("train", {}).get("learning_rate", planned.get("train.learning_rate"))
+    if usual is None:
+        raise Refusal(
+            "the usual learning rate is planned, and a job has the memory now: set "
+            "train.learning_rate, or ask again when it has ended",
+            status=503,
+            retry_after_s=60.0,
+        )
     changed = _merged(config, {"train": {"learning_rate": float(usual) * times}})
     return _validated(changed).model_dump(mode="json", exclude_defaults=True)
 

@@ -100,8 +100,7 @@ class Service:
             )
             job_id = job_rows.new_job_id()
             plan = await self._planned(job_id, config)
-            if plan is not None:
-                config = job_rows.with_rate(config, asked, plan)
+            config = job_rows.with_rate(config, asked, plan)
             row = await run_in_threadpool(
                 job_rows.add_job,
                 self.store,
@@ -129,8 +128,11 @@ class Service:
                     PlanAnswer, str(path), "--run-dir", run, program=self._program
                 )
         except EngineRefused as error:
-            if error.exit_code == EXIT_DOES_NOT_FIT and self.queue.busy:
-                return None
+            if error.exit_code == EXIT_DOES_NOT_FIT:
+                if self.queue.busy:
+                    return None
+                if self.settings.inference == "yield" and await self.worker.leave():
+                    return await self._planned(job_id, config)  # with the worker's memory
             raise Refusal(str(error), code="plan_refused") from error
         except OSError as error:
             raise storage_error(path, error) from error

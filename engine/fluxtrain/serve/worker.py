@@ -141,10 +141,10 @@ class Worker:
             return None
         return None if worker.ready.exception() else worker.ready.result()
 
-    async def leave(self) -> None:
-        """End the process."""
+    async def leave(self) -> bool:
+        """End the process; return whether there was one."""
         async with self._changing:
-            await self._close()
+            return await self._close()
 
     async def yield_to_jobs(self) -> None:
         """End the process while it may not run."""
@@ -176,11 +176,12 @@ class Worker:
         worker.reader = asyncio.create_task(worker.read())
         return worker
 
-    async def _close(self) -> None:
+    async def _close(self) -> bool:
         worker, self._worker = self._worker, None
         if worker is not None:
             with contextlib.suppress(ProcessLookupError):
                 await worker.close()
+        return worker is not None
 
 
 def _try_again(why: str) -> Refusal:
