@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import bench_gpu
-import disk_here
 import psutil
 import torch
 import yaml
@@ -142,7 +141,7 @@ def uploaded(loop: Any) -> int:
 
 def read_from_disk(loop: Any) -> int:
     """Bytes of weights that were read from the disk so far."""
-    return disk_here.read_bytes(loop.engine) if isinstance(loop, FluxLoop) else 0
+    return loop.engine.traffic().disk_read_bytes if isinstance(loop, FluxLoop) else 0
 
 
 def flux(config: LlamaConfig, options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:

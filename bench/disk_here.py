@@ -1,4 +1,4 @@
-"""Frozen weights of a benchmark on disk: the folder for them, its measured rate, what was read."""
+"""Frozen weights of a benchmark on disk: the folder for them, and its measured rate."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from fluxtrain.core.memory.group import Group
 from fluxtrain.core.memory.packed import kept_name
@@ -49,8 +48,3 @@ class BenchFiles:
     def remove(self) -> None:
         """Remove the files, of which the engine keeps its own open."""
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def read_bytes(engine: Any) -> int:
-    """Return the bytes of weights that the engine has read from the disk so far."""
-    return sum(card.device.disk_read_bytes for card in engine.cards)

@@ -99,6 +99,8 @@ def test_a_run_has_the_bits_of_one_in_memory_also_when_it_was_stopped_or_its_fil
         run(config, there, *METHODS[method])
     events = run(config, there, *METHODS[method], resume=str(there))
     assert losses(events) == wanted
+    traffic = [event for event in events if isinstance(event, ev.TrafficSampled)]
+    assert max(event.disk_read_bytes for event in traffic) > 0
     tables = [event.placement for event in events if isinstance(event, ev.Planned)]
     assert tables and all("disk" in {rows.weights for rows in table} for table in tables)
     kept, found = adapter(tmp_path / "memory"), adapter(there)

@@ -109,7 +109,7 @@ def test_a_training_has_the_bits_of_one_in_memory(
         assert group.memory.flat_weights.nbytes <= max(1, held["host"])
     assert trained(streamed) == wanted
     assert same(bits(streamed), bits(base))
-    assert engine.device.disk_read_bytes > 0
+    assert engine.traffic().disk_read_bytes > 0
     again = wrapped(tmp_path / "b", storage, 3, **counts)  # from the files that are there
     assert trained(again) == wanted
 

@@ -28,6 +28,7 @@ class Traffic:
     h2d_frozen_bytes: int = 0  # in the model's dtype
     h2d_packed_bytes: int = 0
     cards: tuple[tuple[int, int, int], ...] = ()  # up, down, from other cards; where several
+    disk_read_bytes: int = 0  # of weights that live in files
 
 
 class CardCounts:
@@ -112,6 +113,7 @@ class Counters:
             self.h2d_frozen_bytes,
             self.h2d_packed_bytes,
             cards if len(cards) > 1 else (),
+            sum(device.disk_read_bytes for device in self._devices),
         )
 
     def take_moves(self, limit: int) -> tuple[list[Move], int]:
