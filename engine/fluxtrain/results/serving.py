@@ -24,7 +24,7 @@ from fluxtrain.events.answers.generation import (
     Unmount,
     read_request,
 )
-from fluxtrain.models.generate.batch import Batch, Row
+from fluxtrain.models.generate.batch import AnswerBatch, AnswerRow
 from fluxtrain.models.generate.prompts import UserPrompt
 from fluxtrain.models.generate.sampling import Sampling
 from fluxtrain.models.generate.writing import write
@@ -106,9 +106,9 @@ class _Answering:
     def __init__(self, session: GenerationSession, send: Send, hear: Callable[[], None]) -> None:
         self._session, self._send, self._hear = session, send, hear
         self._voices: dict[str, GenerationSession] = {}  # by adapter
-        self._batch = Batch(session.opened, self._before_pass)
-        self._waiting: list[Row] = []
-        self._alone: Row | None = None  # is written by itself
+        self._batch = AnswerBatch(session.opened, self._before_pass)
+        self._waiting: list[AnswerRow] = []
+        self._alone: AnswerRow | None = None  # is written by itself
         self._most: int | None = None  # rows at once, where memory has run out
 
     @property
@@ -171,7 +171,7 @@ class _Answering:
         limit = MOST_ROWS if self._most is None else self._most
         return min(fitting, limit - len(self._batch.rows))
 
-    def _write_alone(self, row: Row) -> None:
+    def _write_alone(self, row: AnswerRow) -> None:
         """Write a whole answer, of a model whose kind of cache rows cannot join."""
         self._alone = row
 
@@ -203,14 +203,14 @@ class _Answering:
         self._batch.leave(gone)
         self._waiting = [*gone, *self._waiting]
 
-    def _row(self, asked: Ask) -> Row:
+    def _row(self, asked: Ask) -> AnswerRow:
         session = self._session
         if asked.adapter is not None:
             slots = session.opened.slots
             if slots is None or asked.adapter not in slots.filled:
                 raise BadInput(f"the adapter {asked.adapter} is not mounted: mount it first")
             session = self._voices[asked.adapter]
-        return Row.of(
+        return AnswerRow.of(
             asked.id,
             session.opened,
             session.prompting.tokens(_prompt(asked), plain=asked.plain),
@@ -219,7 +219,7 @@ class _Answering:
             asked.adapter,
         )
 
-    def _before_pass(self, rows: list[Row]) -> None:
+    def _before_pass(self, rows: list[AnswerRow]) -> None:
         if self._session.opened.slots is not None:
             self._session.opened.slots.use([row.adapter for row in rows])
 

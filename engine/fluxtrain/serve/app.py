@@ -21,7 +21,7 @@ from fluxtrain.errors import EXIT_NO_SPACE, FluxTrainError
 from fluxtrain.events.answers.generation import Answered, Ask
 from fluxtrain.events.run_folder.control import send_command
 from fluxtrain.serve import job_events, registry, uploads
-from fluxtrain.serve.chat import ChatRequest, CompletionRequest, GenerateRequest, Written
+from fluxtrain.serve.chat import ChatRequest, CompletionRequest, GenerateRequest, OpenAIAnswer
 from fluxtrain.serve.jobs import JobRequest, TuningRequest, find_job, job_object, run_of, want
 from fluxtrain.serve.keys import Caller, Scope, caller_of
 from fluxtrain.serve.listing import page
@@ -349,7 +349,7 @@ def _add_answers(app: FastAPI, service: Service) -> None:
         )
         said = await service.ask(caller.project, adapter, question)
         shown = CompletionRequest(model=adapter, prompt=asked.prompt)
-        whole, answered = await Written(shown).whole(said)
+        whole, answered = await OpenAIAnswer(shown).whole(said)
         await service.count(caller.project, adapter, answered)
         return whole
 
@@ -359,7 +359,7 @@ async def _answer(
 ) -> dict[str, Any] | StreamingResponse:
     """Answer whole, or as a stream whose first piece says that it can be answered."""
     said = await service.ask(caller.project, asked.model, asked.ask())
-    written = Written(asked)
+    written = OpenAIAnswer(asked)
     if not asked.stream:
         whole, answered = await written.whole(said)
         await service.count(caller.project, asked.model, answered)

@@ -24,7 +24,7 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = None  # does nothing: the answers stay on this machine
 
 
-class Sampled(Body):
+class SamplingFields(Body):
     """What both kinds of requests have; what this server does not do is refused by its name."""
 
     model: str
@@ -50,7 +50,7 @@ class Sampled(Body):
         )
 
 
-class ChatRequest(Sampled):
+class ChatRequest(SamplingFields):
     """The body of `POST /v1/chat/completions`."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
@@ -67,7 +67,7 @@ class ChatRequest(Sampled):
         )
 
 
-class CompletionRequest(Sampled):
+class CompletionRequest(SamplingFields):
     """The body of `POST /v1/completions`."""
 
     prompt: str = Field(min_length=1)
@@ -85,7 +85,7 @@ class GenerateRequest(Body):
     temperature: float | None = Field(default=None, ge=0, le=2)
 
 
-class Written:
+class OpenAIAnswer:
     """An answer while it is written, as OpenAI's objects."""
 
     def __init__(self, asked: ChatRequest | CompletionRequest) -> None:

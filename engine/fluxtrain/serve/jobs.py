@@ -53,7 +53,7 @@ class Supervised(Body):
     hyperparameters: Hyperparameters = Field(default_factory=Hyperparameters)
 
 
-class Method(Body):
+class JobMethod(Body):
     """OpenAI's name of a training method."""
 
     type: str = "supervised"
@@ -71,7 +71,7 @@ class JobRequest(Body):
     suffix: str | None = Field(default=None, max_length=64)
     seed: int | None = Field(default=None, ge=0, le=2**31 - 1)
     hyperparameters: Hyperparameters = Field(default_factory=Hyperparameters)
-    method: Method | None = None
+    method: JobMethod | None = None
     integrations: list[Any] | None = None
     metadata: dict[str, str] | None = None
     fluxtrain: dict[str, Any] = Field(default_factory=dict)

@@ -55,7 +55,7 @@ def version_of(store: Store, row: Mapping[str, Any], run: RunDir) -> dict[str, A
     }
 
 
-class Gate(Body):
+class PromotionGate(Body):
     """What a version has to show before an alias moves to it."""
 
     file: str  # held-out rows, for both versions
@@ -67,7 +67,7 @@ class Promotion(Body):
     """The body of `POST /v1/fluxtrain/aliases/{name}`."""
 
     version: str
-    gate: Gate | None = None
+    gate: PromotionGate | None = None
 
 
 def refuse_below_gate(asked: Promotion, now: str | None, why: Mapping[str, Any]) -> None:

@@ -41,7 +41,7 @@ from fluxtrain.serve.registry import (
 from fluxtrain.serve.settings import ServeSettings
 from fluxtrain.serve.store import Store, versions
 from fluxtrain.serve.uploads import content_of, find_file
-from fluxtrain.serve.worker import Opened, Said, Worker
+from fluxtrain.serve.worker import ModelWorker, Said, WorkerModel
 
 PLANS_AT_ONCE = 2
 
@@ -60,7 +60,7 @@ class Service:
         commands of `fluxtrain`."""
         self.store, self.settings, self._program = store, settings, program
         self.queue = Queue(store, settings, trainer)
-        self.worker = Worker(self._may_answer, partial(checked, store), program)
+        self.worker = ModelWorker(self._may_answer, partial(checked, store), program)
         self._planning = asyncio.Semaphore(PLANS_AT_ONCE)
         self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
@@ -254,7 +254,7 @@ class Service:
             answer_tokens=answer.tokens,
         )
 
-    def _opened(self, project: str, name: str) -> tuple[Opened, Path | None]:
+    def _opened(self, project: str, name: str) -> tuple[WorkerModel, Path | None]:
         """Return what a worker opens for a model, and the folder of the adapter in it."""
         if name in self.settings.models:
             return self._base(name), None
@@ -268,9 +268,9 @@ class Service:
             return self._base(version["base"]), folder
         checked(self.store, folder)
         trust = served is not None and served.trust_remote_code
-        return Opened(model=str(folder), options=_trusted(trust)), None
+        return WorkerModel(model=str(folder), options=_trusted(trust)), None
 
-    def _base(self, name: str) -> Opened:
+    def _base(self, name: str) -> WorkerModel:
         """Return how a base is opened, with slots where its jobs make adapters."""
         served = self.settings.models[name]
         options = _trusted(served.trust_remote_code)
@@ -279,16 +279,16 @@ class Service:
             options += ("--slots", str(slots), "--slot-rank", str(rank))
         if served.method == "qlora":
             options += ("--packed", served.packing)
-        return Opened(model=served.path, options=options)
+        return WorkerModel(model=served.path, options=options)
 
-    def _checkpoint(self, project: str, name: str, of_run: str, step: str) -> Opened:
+    def _checkpoint(self, project: str, name: str, of_run: str, step: str) -> WorkerModel:
         """Return a checkpoint of a job's run. Raises Refusal (404)."""
         job = job_rows.find_job(self.store, project, f"ftjob-{of_run.rpartition(':')[2]}")
         run = job_rows.run_of(job["id"])
         steps = [path.name[5:].lstrip("0") for path in run.checkpoints.glob("step-*")]
         if model_name(job) != of_run or step not in steps:
             raise not_found("model", name)
-        return Opened(model=str(run.path), options=("--step", step))
+        return WorkerModel(model=str(run.path), options=("--step", step))
 
     def _may_answer(self) -> bool:
         return self.settings.inference == "beside" or not self.queue.busy

@@ -30,7 +30,7 @@ Said = Text | Answered | Refused
 
 
 @dataclass(frozen=True, kw_only=True)
-class Opened:
+class WorkerModel:
     """What a worker opens: options of `fluxtrain generate`, and the model's folder or id."""
 
     model: str
@@ -39,7 +39,7 @@ class Opened:
 
 @dataclass
 class _Worker:
-    opened: Opened
+    opened: WorkerModel
     talk: Talk
     ready: asyncio.Future[Ready]
     waiting: dict[str, asyncio.Queue[Said | None]] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class _Worker:
             await asyncio.wait([self.reader])
 
 
-class Worker:
+class ModelWorker:
     """Keeps the process for the model that was asked for last; another one replaces it as soon as
     no answer is under way."""
 
@@ -98,7 +98,9 @@ class Worker:
         self._worker: _Worker | None = None
         self._changing = asyncio.Lock()
 
-    async def answer(self, opened: Opened, asked: Ask, adapter: Path | None) -> AsyncIterator[Said]:
+    async def answer(
+        self, opened: WorkerModel, asked: Ask, adapter: Path | None
+    ) -> AsyncIterator[Said]:
         """Yield the pieces of an answer, and in the end the whole.
 
         `adapter` is the folder of the adapter that answers; its name is that of the adapter.
@@ -134,7 +136,7 @@ class Worker:
             if not ended:
                 await worker.talk.stop(named.id)
 
-    def ready(self, opened: Opened) -> Ready | None:
+    def ready(self, opened: WorkerModel) -> Ready | None:
         """Return what is known of a model that is open; None for another one."""
         worker = self._worker
         if worker is None or worker.opened != opened or not worker.ready.done():
@@ -151,7 +153,7 @@ class Worker:
         if self._worker is not None and not self._may_run():
             await self.leave()
 
-    async def _for(self, opened: Opened) -> _Worker:
+    async def _for(self, opened: WorkerModel) -> _Worker:
         if not self._may_run():
             raise _try_again("a job trains, which needs the memory: ask again when it has ended")
         async with self._changing:
@@ -170,7 +172,7 @@ class Worker:
                 raise _try_again(f"the model was not open after {OPEN_LIMIT_S:.0f} s") from None
         return worker
 
-    async def _begin(self, opened: Opened) -> _Worker:
+    async def _begin(self, opened: WorkerModel) -> _Worker:
         talk = await Talk.begin(opened.model, *opened.options, program=self._program)
         worker = _Worker(opened, talk, asyncio.get_running_loop().create_future())
         worker.reader = asyncio.create_task(worker.read())

@@ -62,7 +62,7 @@ class UntilStop:
 
 
 @dataclass(eq=False)
-class Row:
+class AnswerRow:
     """An answer on its way."""
 
     id: str
@@ -89,7 +89,7 @@ class Row:
         sampling: Sampling,
         heard: Heard,
         adapter: str | None = None,
-    ) -> Row:
+    ) -> AnswerRow:
         """Prepare an answer. Raises BadInput for a prompt or settings that cannot be used."""
         sampling.check_values()
         check_prompts([prompt])
@@ -111,7 +111,7 @@ class Row:
         generator = torch.Generator(voice.device)
         generator.manual_seed(torch.seed() if sampling.seed is None else sampling.seed)
         until = UntilStop(settings.stop_strings or (), heard)
-        return Row(
+        return AnswerRow(
             id=name,
             voice=voice,
             adapter=adapter,
@@ -158,13 +158,15 @@ class Row:
         )
 
 
-class Batch:
+class AnswerBatch:
     """Rows that are written together, and their cache of keys and values."""
 
-    def __init__(self, opened: DecodedModel, before_pass: Callable[[list[Row]], None]) -> None:
+    def __init__(
+        self, opened: DecodedModel, before_pass: Callable[[list[AnswerRow]], None]
+    ) -> None:
         """Begin without rows; before_pass: gets the rows that the next pass computes, in order."""
         self._opened, self._before_pass = opened, before_pass
-        self.rows: list[Row] = []
+        self.rows: list[AnswerRow] = []
         self._cache: Any = None
         self._mask = torch.zeros((0, 0), dtype=torch.long, device=opened.device)  # (B, T)
         model: Any = opened.model
@@ -178,7 +180,7 @@ class Batch:
             and all(kind.endswith("_attention") and "linear" not in kind for kind in kinds)
         )
 
-    def join(self, rows: list[Row]) -> None:
+    def join(self, rows: list[AnswerRow]) -> None:
         """Compute the prompts of new rows in one pass, and choose their first tokens."""
         longest = max(len(row.ids) for row in rows)
         ids = torch.zeros((len(rows), longest), dtype=torch.long)
@@ -205,7 +207,7 @@ class Batch:
         self._mask = mask
         self._choose(self.rows, logits)
 
-    def leave(self, gone: Sequence[Row]) -> None:
+    def leave(self, gone: Sequence[AnswerRow]) -> None:
         """Let rows leave; the cache keeps what the others need."""
         kept = [number for number, row in enumerate(self.rows) if row not in gone]
         self.rows = [self.rows[number] for number in kept]
@@ -219,7 +221,9 @@ class Batch:
                 layer.keys = layer.keys[kept, :, first:]
                 layer.values = layer.values[kept, :, first:]
 
-    def _passed(self, rows: list[Row], ids: Tensor, mask: Tensor, cache: Any) -> tuple[Tensor, Any]:
+    def _passed(
+        self, rows: list[AnswerRow], ids: Tensor, mask: Tensor, cache: Any
+    ) -> tuple[Tensor, Any]:
         """Return the logits (B, V) of the last tokens, and the cache."""
         self._before_pass(rows)
         places = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
@@ -237,7 +241,7 @@ class Batch:
             )
         return told.logits[:, -1], told.past_key_values
 
-    def _choose(self, rows: Sequence[Row], logits: Tensor) -> None:
+    def _choose(self, rows: Sequence[AnswerRow], logits: Tensor) -> None:
         for row, values in zip(rows, logits, strict=True):
             row.take(values)
 

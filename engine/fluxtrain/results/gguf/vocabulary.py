@@ -46,7 +46,7 @@ PATTERNS = {
 }
 
 
-class Kind(IntEnum):
+class TokenType(IntEnum):
     """Kinds of tokens in the file."""
 
     NORMAL = 1
@@ -105,21 +105,21 @@ def _unknown(why: str) -> BadInput:
 def _tokens(content: Mapping[str, Any], rows: int) -> tuple[list[str], list[int]]:
     model = content["model"]
     named = {number: text for text, number in model["vocab"].items()}
-    kinds = dict.fromkeys(named, Kind.NORMAL)
+    kinds = dict.fromkeys(named, TokenType.NORMAL)
     for number, text in named.items():
         if model.get("byte_fallback") and len(text) == 6 and text.startswith("<0x"):
-            kinds[number] = Kind.BYTE
+            kinds[number] = TokenType.BYTE
         elif text == model.get("unk_token"):
-            kinds[number] = Kind.UNKNOWN
+            kinds[number] = TokenType.UNKNOWN
     for token in content.get("added_tokens") or ():
         number, named[token["id"]] = token["id"], token["content"]
-        if kinds.get(number) is not Kind.UNKNOWN:
-            kinds[number] = Kind.CONTROL if token["special"] else Kind.USER_DEFINED
+        if kinds.get(number) is not TokenType.UNKNOWN:
+            kinds[number] = TokenType.CONTROL if token["special"] else TokenType.USER_DEFINED
     if named and max(named) >= rows:
         raise _unknown(f"it has a token {max(named)}, and the embedding {rows:,} rows")
     return (
         [named.get(number, f"[PAD{number}]") for number in range(rows)],
-        [int(kinds.get(number, Kind.UNUSED)) for number in range(rows)],
+        [int(kinds.get(number, TokenType.UNUSED)) for number in range(rows)],
     )
 
 
@@ -176,15 +176,15 @@ def rebuilt(read: Vocabulary) -> FastTokenizer:
     else:
         pairs = _pairs(read, numbers)
         unknown = next((t for t, k in zip(read.tokens, read.kinds, strict=True)
-                        if k == Kind.UNKNOWN), None)  # fmt: skip
+                        if k == TokenType.UNKNOWN), None)  # fmt: skip
         made = FastTokenizer(
             models.BPE(numbers, pairs, byte_fallback=True, unk_token=unknown, fuse_unk=True)
         )
         before = [normalizers.Prepend("▁")] if read.space_before else []
         made.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", "▁")])
     for text, kind in zip(read.tokens, read.kinds, strict=True):
-        if kind in (Kind.CONTROL, Kind.USER_DEFINED):
-            made.add_tokens([AddedToken(text, normalized=False, special=kind == Kind.CONTROL)])
+        if kind in (TokenType.CONTROL, TokenType.USER_DEFINED):
+            made.add_tokens([AddedToken(text, normalized=False, special=kind == TokenType.CONTROL)])
     return made
 
 
@@ -192,7 +192,7 @@ def _pairs(read: Vocabulary, numbers: Mapping[str, int]) -> list[tuple[str, str]
     """Return all pairs that make a token, the highest scores first."""
     found: list[tuple[float, int, tuple[str, str]]] = []
     for number, (text, kind) in enumerate(zip(read.tokens, read.kinds, strict=True)):
-        if kind == Kind.NORMAL:
+        if kind == TokenType.NORMAL:
             cuts = ((text[:at], text[at:]) for at in range(1, len(text)))
             found += [
                 (-read.scores[number], number, (a, b))
