@@ -42,7 +42,7 @@ def test_one_worker_answers_for_adapters_and_base_at_once(
     for name, folder in {**folders, "large": too_large}.items():
         row: dict[str, Any] = {
             "id": f"ft:base:default::{name}", "project": "default", "job": name, "base": "base",
-            "method": "lora", "step": None, "artifact": keep(folder, store.models), "facts": {},
+            "method": "lora", "artifact": keep(folder, store.models), "facts": {},
             "created_s": time.time(),
         }  # fmt: skip
         with store.write() as connection:

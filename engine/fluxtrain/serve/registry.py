@@ -42,7 +42,6 @@ def version_of(store: Store, row: Mapping[str, Any], run: RunDir) -> dict[str, A
         "job": row["id"],
         "base": row["request"]["model"],
         "method": row["config"].get("method", {}).get("name", "full"),
-        "step": None,
         "artifact": keep(run.model, store.models),
         "facts": {
             "data": row["blobs"],

@@ -76,7 +76,6 @@ versions = Table(
     Column("job", String, nullable=False, unique=True),
     Column("base", String, nullable=False),
     Column("method", String, nullable=False),
-    Column("step", Integer),  # of a checkpoint; None: the end of the run
     Column("artifact", String, nullable=False),  # its name in `models/`: a digest of its files
     Column("facts", JSON, nullable=False),  # data, configuration, base, metrics
     Column("created_s", Float, nullable=False),

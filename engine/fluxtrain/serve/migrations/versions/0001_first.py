@@ -87,7 +87,6 @@ def upgrade() -> None:
         sa.Column("job", sa.String(), nullable=False),
         sa.Column("base", sa.String(), nullable=False),
         sa.Column("method", sa.String(), nullable=False),
-        sa.Column("step", sa.Integer(), nullable=True),
         sa.Column("artifact", sa.String(), nullable=False),
         sa.Column("facts", sa.JSON(), nullable=False),
         sa.Column("created_s", sa.Float(), nullable=False),
