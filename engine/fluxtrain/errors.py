@@ -28,7 +28,7 @@ _FATAL = "Fatal Python error: "
 
 
 def brief(text: str, limit: int = 300) -> str:
-    """Return a text that someone wrote as it is quoted: of a long one its beginning and its end."""
+    """Return a text as messages quote it: of a long one its beginning and its end."""
     half = (limit - 3) // 2
     return text if len(text) <= limit else f"{text[:half]}...{text[-half:]}"
 

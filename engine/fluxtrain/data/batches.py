@@ -215,7 +215,7 @@ def in_order(rows: PackedRows, batch_rows: int) -> Iterator[Batch]:
 
 
 def typical_batch(rows: PackedRows, count: int) -> Batch:
-    """Return `count` rows from all over the split, or all there are, as long as any row can be.
+    """Return `count` rows from all over the split, or all if fewer, as long as any row can be.
 
     Packing puts the longest documents into the first rows, which are unlike those of most batches:
     a row of one document needs no attention mask.

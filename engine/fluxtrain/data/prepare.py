@@ -129,8 +129,8 @@ def _encoded(
 
 
 def _is_optional(source: DataSource, files: Sequence[Path]) -> bool:
-    """Return whether the run goes on where its tokens cannot be kept: nobody named the folder, and
-    the tokens fit in memory."""
+    """Return whether the run continues where its tokens cannot be kept: nobody named the folder,
+    and the tokens fit in memory."""
     held = sum(path.stat().st_size for path in files) <= HELD_UP_TO_BYTES
     return held and source.token_cache == "auto"
 
@@ -230,7 +230,7 @@ def _check_count(tokens: TokenSource, row_tokens: int, corpus: Corpus) -> None:
 
 
 def _silent(_: str) -> None:
-    """Tell nobody."""
+    """Report nothing."""
 
 
 def corpora(request: ReadRequest) -> tuple[Corpus, Corpus | None]:
@@ -252,7 +252,7 @@ def check_sequence_length(wanted: int, positions: int | None) -> None:
 
 
 def _told(reading: Reading, tell: Callable[[str], None]) -> Iterator[Row]:
-    """Yield the rows; every few seconds tell how much of the data has been tokenized."""
+    """Yield the rows; every few seconds report how much of the data is tokenized."""
     characters, told_s = 0, time.monotonic()
     for row in reading:
         yield row

@@ -63,10 +63,10 @@ class Row:
 
     @property
     def characters(self) -> int:
-        """Return the length of the text, or of all that the messages say."""
+        """Return the length of the text, or of all messages."""
         return len(self.text) + sum(len(m.get("content") or "") for m in self.messages)
 
 
 def weights_of(messages: tuple[Message, ...]) -> tuple[float, ...]:
-    """Return what is trained on where the file gives no weights: the assistant's messages."""
+    """Return which messages are trained on where the file gives no weights: the assistant's."""
     return tuple(float(message["role"] == "assistant") for message in messages)

@@ -508,6 +508,6 @@ _SETTINGS = {  # the names that a configuration has for what a plan chooses
 
 
 def setting_name(choice: str) -> str:
-    """Return the setting for `choice`: a part of a layout, or a name from the journal of an older
-    version, whose settings had no groups. Other names stay."""
+    """Return the setting that `choice` names: a field of a layout, or an older version's name
+    without its group. Other names stay."""
     return _SETTINGS.get(choice, choice)

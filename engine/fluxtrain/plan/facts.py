@@ -199,7 +199,7 @@ class Groups:
 
     @cached_property
     def largest_weight_bytes(self) -> int:
-        """Return the bytes of the largest group."""
+        """Return the most bytes of weights that one group has."""
         return max((group.weight_bytes for group in self._groups), default=0)
 
     @cached_property
@@ -214,7 +214,7 @@ class Groups:
 
     @cached_property
     def largest_rounded_bytes(self) -> int:
-        """Return the bytes of the largest group."""
+        """Return the most bytes of gradients that one group has in the weights' dtypes."""
         return max((group.rounded_bytes for group in self._groups), default=0)
 
     def gradient_bytes(self, *, accumulates: bool) -> int:

@@ -88,7 +88,7 @@ def evaluate(
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyStopping:
-    """How long training waits for a better evaluation; a run with no patience set never ends."""
+    """How long training waits for a better evaluation; without patience it never ends early."""
 
     patience: int | None = None  # evaluations in a row without an improvement
     threshold: float = 0.0  # the smallest improvement that counts, in the unit of the loss
@@ -106,7 +106,7 @@ class EarlyStopping:
         return self.patience is not None and state.stale_evaluations >= self.patience
 
     def event(self, state: RunState, total_steps: int) -> StoppedEarly:
-        """Say that training ended, and where it was best."""
+        """Report that training ended, and its best step."""
         return StoppedEarly(
             step=state.step,
             total_steps=total_steps,

@@ -42,7 +42,7 @@ DEMO = "demo"
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What is read from files before training starts."""
+    """Everything read from files before training starts."""
 
     loaded: LoadedModel
     task: Task[Any]
@@ -77,10 +77,10 @@ def load_inputs(
 
 
 def told_of(inputs: Inputs, whole: bool) -> list[str]:
-    """Return what a person should know before training, a sentence each.
+    """Return notes for a person before training, a sentence each.
 
-    Makes generation stop at the ends that are trained on. `whole`: the model itself is saved at the
-    end, not an adapter.
+    Makes generation stop at the ends that are trained on. `whole`: the model itself is saved at
+    the end, not an adapter.
     """
     loaded, task = inputs.loaded, inputs.task
     told = [*task.notes("trained"), *told_of_folder(loaded, whole)]
@@ -91,7 +91,7 @@ def told_of(inputs: Inputs, whole: bool) -> list[str]:
 
 
 def told_of_folder(loaded: LoadedModel, whole: bool) -> list[str]:
-    """Return what a person should know of a model's folder that training or saving changes."""
+    """Return notes for a person on changes of a model's folder by training or saving."""
     told = []
     if loaded.beside.untied:
         told.append(
@@ -139,7 +139,7 @@ def ready_inputs(
 
 
 def opened_once_more(opens: Callable[[], Opened], warn: Callable[[str], None]) -> Opened:
-    """Return what `opens` loads a model for; once more, and say so, when device memory ran out
+    """Return the model that `opens` loads; try once more, with a note, when device memory ran out
     while the weights were loaded.
 
     Raises RanOutLoading when that happens the second time too.

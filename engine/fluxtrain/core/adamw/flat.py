@@ -80,8 +80,8 @@ class Flat:
         return States8(self.m, self.v, self.m_scale, self.v_scale)
 
     def check(self) -> None:
-        """Assert that the tensors fit together: with unequal lengths a kernel would write past the
-        ends."""
+        """Assert that the tensors fit together: with unequal lengths a kernel would write out of
+        bounds."""
         n, device = self.weights.numel(), self.weights.device
         for name, flat, dtypes in (
             ("weights", self.weights, self._weight_dtypes),

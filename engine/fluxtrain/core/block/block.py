@@ -74,8 +74,8 @@ def run_without_gradients(
 
 
 def joins_of(context: Context, unit: Unit, tree: Tree, tensors: Sequence[Tensor]) -> Joins:
-    """Say what a block's forward must wait for of the code around: all, where an argument holds
-    tensors that are not seen here."""
+    """Return how far a block's forward must wait for the code around: for all of it, where an
+    argument hides tensors."""
     if len(context.cards) == 1:
         return "now"
     lane = 0 if any(opaque(tree)) else unit.lane
@@ -112,7 +112,7 @@ def _without_gradients(
 
 
 class _Before:
-    """What a block without gradients may change, as it was before the block ran."""
+    """The state that a block without gradients may change, from before it ran."""
 
     def __init__(self, context: Context, unit: Unit, tree: Tree, tensors: Sequence[Tensor]) -> None:
         self._context, self._unit, self._tree, self._tensors = context, unit, tree, tensors
@@ -124,12 +124,12 @@ class _Before:
         self._random = RandomState.now(self._device, host=unit.draws_on_host) if draws else None
 
     def drawing(self) -> AbstractContextManager[None]:
-        """Draw inside what one card would draw."""
+        """Draw random numbers inside the context as a single card would."""
         card = self._context.card_of(self._unit).torch_device
         return nullcontext() if self._random is None else self._random.lend(self._device, card)
 
     def forget(self) -> None:
-        """Learn which buffers the block writes to, once it has run."""
+        """Note which buffers the block writes to, once it has run."""
         self._unit.buffers_without_gradients.after(self._unit.module, self._buffers)
 
     def is_restored(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -151,8 +151,8 @@ class _Before:
 def _by_chunks(
     context: Context, unit: Unit, tree: Tree, tensors: Sequence[Tensor], rows: int
 ) -> Any:
-    """Run the unit on a chunk of rows at a time (weights bound); put the outputs together. Of
-    several cards, the next begins with the first rows."""
+    """Run the unit on a chunk of rows at a time (weights bound); join the outputs. With several
+    cards, the next card begins with the first rows."""
     device, split = context.card_of(unit).device, splits(tensors, rows)
     merging = Merging(device, rows, hands_over=len(context.cards) > 1)
     arriving, outputs = ArgumentArrivals(device, tensors, split), CallOutputs()

@@ -132,8 +132,8 @@ class Call(UnitCall):
         return differentiable
 
     def begin_again(self, tensors: Sequence[Tensor]) -> None:
-        """Restore all to what it was before the forward, which ran out of memory, and cut the batch
-        into the chunks of now."""
+        """Restore everything to before the forward, which ran out of memory, and cut the batch
+        into the present chunks."""
         if self.chunks[0].random is not None:
             self.chunks[0].random.restore(self._first)
         self.given.undo(tensors, slice(None))
@@ -165,7 +165,7 @@ class Call(UnitCall):
         return kept
 
     def record_again_whole(self) -> None:
-        """Let the backward pass record the block anew, from beginning to end, from now on."""
+        """Let the backward pass record the whole block anew from now on."""
         self.unit.records_again = True
         for chunk in self.chunks:
             chunk.tape = chunk.saved = None
@@ -305,7 +305,7 @@ class Call(UnitCall):
         wanted: Sequence[int],
         found: Sequence[Tensor | None],
     ) -> list[Tensor]:
-        """Hand the weights' gradients to the engine; return those of the inputs."""
+        """Hand the weights' gradients to the engine; return the inputs'."""
         arrived = zip(self._trained, found[len(wanted) :], strict=True)
         self._card.gradients.add_all(
             (group, member, gradient)
@@ -325,7 +325,7 @@ class Call(UnitCall):
         wanted: Sequence[int],
         arriving: Sequence[Tensor | None],
     ) -> list[Tensor | None] | None:
-        """Run the refilled graph of the forward pass; None if that is impossible from now on."""
+        """Run the refilled graph of the forward pass; None if refilling has become impossible."""
         assert chunk.tape is not None and chunk.saved is not None
         self._refill(chunk, chunk.saved, tensors)
         try:
@@ -372,7 +372,7 @@ class Call(UnitCall):
         return Tape(inputs, results).backward(arriving, wanted, self._ends, again=False)
 
     def _restore_random(self, chunk: Chunk) -> RandomState:
-        """Restore the chunk's random state; return the present one, to go on from afterwards."""
+        """Restore the chunk's random state; return the present one, to continue with afterwards."""
         assert chunk.random is not None
         after = RandomState.now(self._device, host=chunk.random.host is not None)
         chunk.random.restore(self._device)

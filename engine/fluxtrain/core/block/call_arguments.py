@@ -70,7 +70,7 @@ class CallArguments:
         self._watched: list[tuple[int, Tensor, int]] = []
 
     def offload(self, offload: ActivationOffload, tensors: Sequence[Tensor]) -> None:
-        """Let the inputs that ask for gradients wait on the host for the backward pass."""
+        """Offload the inputs that require gradients to the host until the backward pass."""
         self._offloaded = offload.offload(tensors, self.needs)
 
     def inputs(
@@ -172,7 +172,7 @@ class CallArguments:
         return {i: self._copies[i] for i in written}
 
     def _why_not(self, i: int, tensors: Sequence[Tensor]) -> str:
-        """Say why a write to argument `i` cannot be followed; empty where it can."""
+        """Say why a write to argument `i` cannot be tracked; empty where it can."""
         if tensors[i].requires_grad:
             return _DIFFERENTIABLE
         if i not in self._copies:

@@ -39,7 +39,7 @@ class Capture:
 
     @contextmanager
     def collecting(self) -> Iterator[Collected]:
-        """Collect into this run's own lists; the outer collector is left alone."""
+        """Collect into this run's own lists; the outer collector stays unchanged."""
         mine: Collected = {key: [] for key in self.keys}
         module = sys.modules.get("transformers.utils.output_capturing")
         if not self.keys or module is None:

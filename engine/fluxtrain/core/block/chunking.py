@@ -127,8 +127,8 @@ def draws(unit: Unit, tree: Tree, tensors: Sequence[Tensor], device: torch.devic
 
 
 def writes(unit: Unit, tree: Tree, tensors: Sequence[Tensor]) -> bool:
-    """Tell whether the block writes to its arguments in place, found out on copies of one row
-    (weights bound); True where it cannot be found out."""
+    """Return whether the block writes to its arguments in place, tested on copies of one row
+    (weights bound); True where the test is impossible."""
     one = slice_rows(tensors, splits(tensors, batch_rows(tensors) or 1), 0, 1)
     given = [tensor.detach().clone() for tensor in one]
     with _left_as_it_was(unit.module, _copies_inside(tree)):
@@ -273,8 +273,8 @@ def _copies_inside(tree: Tree) -> list[tuple[Tensor, Tensor]]:
 
 @contextmanager
 def _left_as_it_was(module: nn.Module, inside: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Restore random state and buffers (BatchNorm's statistics) afterwards, and tensors inside of
-    opaque arguments from their copies."""
+    """Restore afterwards the random state, buffers (BatchNorm's statistics), and tensors inside
+    opaque arguments."""
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     places = [(m, name) for m in module.modules() for name in m._buffers]
     buffers = [(m, name, m._buffers[name]) for m, name in places]
@@ -320,11 +320,9 @@ _DROPOUTS = {
 
 
 class Merging:
-    """The rows of some tensors of a batch, by chunk.
-
-    Where several cards compute (`hands_over`), every chunk is put into its rows at once, and the
-    whole tensor says when they are there: the next block begins with them.
-    """
+    """Collects the rows of some tensors of a batch, by chunk. Where several cards compute
+    (`hands_over`), every chunk is put into its rows at once, and the whole tensor notes when they
+    arrive: the next block begins with them."""
 
     def __init__(self, device: Device, rows: int, *, hands_over: bool) -> None:
         self._device, self._rows, self._hands_over = device, rows, hands_over
@@ -349,14 +347,14 @@ class Merging:
         self._pieces.setdefault(place, []).append((span, self._device.mark()))
 
     def _taken_apart(self, place: int) -> list[Tensor]:
-        """Return what earlier chunks brought: they had as many rows as the chunk by chance."""
+        """Return earlier chunks' tensors, which had as many rows as the chunk by chance."""
         if place not in self._whole:
             return []
         whole = self._whole.pop(place)
         return [whole[first:stop] for (first, stop), _ in self._pieces.pop(place)]
 
     def take(self, place: int) -> Tensor:
-        """Return the whole tensor, once every chunk has brought its rows."""
+        """Return the whole tensor, once every chunk has added its rows."""
         if place in self._whole:
             spans, points = zip(*self._pieces[place], strict=True)
             return note_arrivals(self._whole.pop(place), spans, points)

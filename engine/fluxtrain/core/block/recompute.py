@@ -35,12 +35,12 @@ _TOLERANCE = 1e-3  # relative, of checksums; other kernels may be chosen the sec
 
 
 class _Enough(BaseException):
-    """Ends a recomputation once all saved tensors are there. Not an Exception: a block may catch
+    """Ends a recomputation once all saved tensors are filled. Not an Exception: a block may catch
     those."""
 
 
 class CannotRefill(BaseException):
-    """The graph asks for a saved tensor that is not there: the block must be recorded again. Not an
+    """The graph asks for a missing saved tensor: the block must be recorded again. Not an
     Exception: a block may catch those."""
 
 
@@ -63,7 +63,8 @@ class Saved:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Count what autograd saves inside, and keep it if this chunk keeps its tensors."""
+        """Count the tensors that autograd saves inside the context; keep them if this chunk keeps
+        its tensors."""
         self._count = 0
         self._found.clear()
         self._recording = True
@@ -75,7 +76,8 @@ class Saved:
 
     @contextmanager
     def giving(self) -> Iterator[None]:
-        """Let the recorded graph run backward inside; free unused tensors at the end."""
+        """Let the recorded graph run backward inside the context; free unused tensors
+        at its end."""
         self._giving = True
         try:
             yield
@@ -84,7 +86,7 @@ class Saved:
             self.clear()
 
     def is_full(self) -> bool:
-        """Return whether every counted tensor is there."""
+        """Return whether every counted tensor was saved."""
         return len(self._found) == self._count
 
     def fill(self, run: Callable[[], None], *, to_the_end: bool) -> None:
@@ -116,7 +118,7 @@ class Saved:
             )
 
     def clear(self) -> None:
-        """Free the tensors that are left."""
+        """Free the remaining tensors."""
         self._found.clear()
 
     def _record(self, tensor: Tensor) -> int:

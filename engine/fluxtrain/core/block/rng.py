@@ -52,8 +52,8 @@ class RandomState:
         return RandomState(torch.get_rng_state(), cuda, HostRandom.now() if host else None)
 
     def lend(self, first: torch.device, device: torch.device) -> AbstractContextManager[None]:
-        """Draw inside, on `device`, what would be drawn on `first`, whose state this is: so blocks
-        on several GPUs draw one sequence, as on one."""
+        """Draw the numbers of `first`, whose state this is, on `device` inside the context: so
+        blocks on several GPUs draw one sequence, as on one."""
         return nullcontext() if first == device else self._lent(first, device)
 
     @contextmanager
@@ -83,7 +83,7 @@ class RandomState:
 
 @contextmanager
 def randomness_kept(device: torch.device) -> Iterator[None]:
-    """Restore the random state after the code inside."""
+    """Restore the random state after the context."""
     before = RandomState.now(device, host=True)
     try:
         yield

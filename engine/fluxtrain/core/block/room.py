@@ -21,10 +21,11 @@ _CURE = (
 def halve_chunk(
     context: Context, unit: Unit, rows: int | None, error: torch.OutOfMemoryError
 ) -> None:
-    """Let blocks compute half as many rows at once from now on. Raises `error`, with the cure in a
-    note, where that is impossible: one row is left, or the trainer redoes the step.
+    """Let blocks compute half as many rows at once from now on.
 
-    rows: that ran out; None: the block's arguments carry none.
+    Raises `error`, with the cure in a note, where that is impossible: one row is left, or the
+    trainer redoes the step. rows: of the chunk that ran out of memory; None: the block's arguments
+    carry none.
     """
     if not context.retries_blocks:
         raise error
@@ -37,19 +38,19 @@ def halve_chunk(
 
 
 def give_back(device: torch.device) -> None:
-    """Give back what torch keeps of device memory that is free: cut for the rows that ran out, it
-    would hold fewer rows with gaps between them."""
+    """Free device memory that torch caches: cut for the old number of rows, it would hold fewer
+    rows with gaps between them."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def note_cure(unit: Unit, rows: int | None, error: torch.OutOfMemoryError) -> None:
-    """Add to the error what would help."""
+    """Add the cure to the error."""
     error.add_note(_CURE.format(name=unit.name, rows=rows or "all"))
 
 
 def tell(context: Context, unit: Unit, rows: int) -> None:
-    """Say that a block is computed again with half of these rows."""
+    """Warn that a block is computed again with half of these rows."""
     context.say(
         f"device memory ran out in {unit.name} with {rows} rows at once: it is computed again with "
         f"{rows // 2}, and sums are taken in another order; chunk_rows={rows // 2} avoids the "

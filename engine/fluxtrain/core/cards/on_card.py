@@ -55,7 +55,8 @@ def backward_on_card(backward: F) -> F:
 
 
 def _await(card: EngineCard, call: UnitCall, given: Iterable[Any]) -> None:
-    """Wait for tensors that arrive from other cards, but for a call that does by chunks of rows."""
+    """Wait for tensors that arrive from other cards, except for a call that computes chunks of
+    rows."""
     if not call.awaits_rows:
         wait_for_all(card.device, (one for one in given if isinstance(one, Tensor)))
 

@@ -40,8 +40,10 @@ def receive(
 
 
 def write_back_arguments(context: Context, moved: Moved) -> None:
-    """Copy what the unit wrote in place to copies of its arguments to where these came from. Waits
-    for all cards: blocks of any may read them, and hardly any model does this."""
+    """Copy a unit's in-place writes back from copies of its arguments to the originals.
+
+    Waits for all cards: blocks of any may read them, and hardly any model writes like this.
+    """
     written = [each for each in moved if each[1]._version != each[2]]
     if not written:
         return
@@ -72,7 +74,7 @@ def as_seen_on_first_card(context: Context, unit: Unit, out: Any) -> Any:
 
 
 def _known(context: Context, tensor: Tensor) -> tuple[Tensor, EngineCard]:
-    """Return a tensor that a unit is given as it is on a card, and that card."""
+    """Return the original of a unit's argument on its own card, and that card."""
     if not isinstance(tensor, SeenOnFirstCard):
         return tensor, context.cards[0]
     seen: Any = tensor
@@ -132,7 +134,7 @@ def send_values(values: Tensor, source: EngineCard, target: EngineCard) -> Tenso
 
 
 def _copy(values: Tensor, known: Tensor, source: EngineCard, target: EngineCard) -> Tensor:
-    """Copy `values` to `target` as they are computed, by what is noted of `known`."""
+    """Copy `values` to `target` as they are computed, by the arrivals noted for `known`."""
     arrivals = arrivals_of(known)
     with torch.inference_mode(False):  # so that writes to it are counted
         made = target.device.landing(values)
@@ -205,7 +207,7 @@ def _on_values(
 
 
 def _alias(plain: Tensor, context: Context) -> SeenOnFirstCard:
-    """Return what looks like `plain` on the first card."""
+    """Return a tensor that looks like `plain` on the first card."""
     made: SeenOnFirstCard = Tensor._make_wrapper_subclass(
         SeenOnFirstCard, plain.shape, plain.stride(), plain.storage_offset(), dtype=plain.dtype,
         device=context.device.torch_device,
@@ -214,7 +216,7 @@ def _alias(plain: Tensor, context: Context) -> SeenOnFirstCard:
 
 
 class _Alias(torch.autograd.Function):
-    """Takes gradients of the alias itself to the tensor's card."""
+    """Passes gradients of the alias to the tensor's card."""
 
     @staticmethod
     def forward(ctx: Any, plain: Tensor, context: Context, card: EngineCard) -> Tensor:

@@ -323,7 +323,7 @@ def _queue_copy(to: Tensor, source: Tensor) -> None:
 
 
 def _queue_on(stream: torch.cuda.Stream, to: Tensor, source: Tensor) -> Wait:
-    """Queue a copy on `stream`, the current one; the returned function waits for it."""
+    """Queue a copy on the current stream, `stream`; the returned function waits for it."""
     _queue_copy(to, source)
     event = torch.cuda.Event()
     event.record(stream)

@@ -125,15 +125,15 @@ class Device:
         """Make the computation wait for a point of this device's or another's."""
 
     def wait_outside(self, point: Any) -> None:
-        """Make code outside of `computing` wait for a point, and no block."""
+        """Make code outside of `computing` wait for a point; blocks do not."""
 
     def landing(self, like: Tensor) -> Tensor:
         """Return memory on this device for a tensor such as `like`, which comes from another."""
         return torch.empty_like(like, memory_format=torch.contiguous_format)
 
     def hand_out(self, made: Tensor) -> None:
-        """Keep the memory of a tensor that was made inside of `computing` until code outside, which
-        gets it, is done with it."""
+        """Keep the memory of a tensor made in `computing` until the outside code that gets it is
+        done with it."""
 
     def land(self, to: Tensor, source: Tensor, after: Sequence[Any], sender: Any) -> Any:
         """Copy `source`, which `sender`'s computation has at the points `after`, to `to` on this
@@ -144,7 +144,7 @@ class Device:
         """Wait until the computation is at most a few blocks behind this thread."""
 
     def tidy(self) -> None:
-        """Give back memory that is free and that no block needs; called between two blocks."""
+        """Free memory that no block needs; called between two blocks."""
 
     def close(self) -> None:
         """Finish the copies under way and end the threads."""

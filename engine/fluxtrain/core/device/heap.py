@@ -74,7 +74,7 @@ class Heap:
 
 
 class Spare(Protocol):
-    """Holds memory that is worth less than the run."""
+    """Holds memory that may be freed when the run needs it."""
 
     def give_back(self) -> None:
         """Give the memory back to the system, unless it is in use. Called by any thread."""

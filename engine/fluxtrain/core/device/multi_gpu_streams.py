@@ -30,7 +30,7 @@ _peers: dict[tuple[int, int], bool] = {}  # whether copies between two GPUs arri
 
 
 class MultiGpuStreams:
-    """The streams of one GPU that computes together with others."""
+    """The streams of a GPU that computes together with other GPUs."""
 
     def __init__(
         self, torch_device: torch.device, current: Callable[[], torch.cuda.Stream]
@@ -65,15 +65,15 @@ class MultiGpuStreams:
             outside.wait_stream(compute)
 
     def landing(self, like: Tensor) -> Tensor:
-        """Return memory such as `like`, which copies on the landing stream fill and blocks read."""
+        """Return memory like `like`, which copies on the landing stream fill and blocks read."""
         with torch.cuda.stream(self.landed_on):
             made = torch.empty(like.shape, dtype=like.dtype, device=self.torch_device)
         self.hand_out(made)
         return made
 
     def hand_out(self, made: Tensor) -> None:
-        """Record a tensor on every stream that may read it, so that torch's allocator keeps its
-        memory until all of them are past what is queued now."""
+        """Record a tensor on every stream that may read it: torch's allocator then keeps its
+        memory until they are past the operations queued now."""
         for stream in (*self._computes, self._outside()):
             made.record_stream(stream)
 
@@ -102,15 +102,16 @@ class MultiGpuStreams:
         return arrived
 
     def keep_pace(self, point: torch.cuda.Event) -> None:
-        """Wait for the point of some units before, so that memory which copies hold comes free."""
+        """Wait until the device is only some units behind, so that memory held by
+        copies is freed."""
         self._behind.append(point)
         if len(self._behind) > MOST_BEHIND:
             self._behind.popleft().synchronize()
 
 
 def parts_of(tensor: Tensor) -> list[slice | EllipsisType]:
-    """Cut a tensor into ranges of rows of at least `_PART_BYTES`, `_MOST_PARTS` at most; one that
-    has no rows is a whole."""
+    """Cut a tensor into ranges of rows of at least `_PART_BYTES`, `_MOST_PARTS` at most; a tensor
+    without rows stays whole."""
     rows = tensor.shape[0] if tensor.dim() else 0
     count = min(_MOST_PARTS, rows, tensor.nbytes // _PART_BYTES)
     if count < 2:
@@ -120,8 +121,8 @@ def parts_of(tensor: Tensor) -> list[slice | EllipsisType]:
 
 
 def reaches(sender: torch.device, receiver: torch.device) -> bool:
-    """Tell whether one GPU's memory can be copied to another directly, tried once with bytes that
-    are compared: some systems (IOMMU, access control) corrupt such copies without an error."""
+    """Return whether one GPU can copy directly to another. Tried once, and the bytes compared:
+    some systems (IOMMU, access control) corrupt such copies without an error."""
     pair = (sender.index, receiver.index)
     if pair not in _peers:
         _peers[pair] = _copies_arrive(sender, receiver)

@@ -80,11 +80,11 @@ class HostClock:
         return float(instant)
 
     def queued_s(self, instant: Instant) -> float | None:
-        """Return None: nothing is queued, what computes does so itself."""
+        """Return None: host work is not queued."""
         return None
 
     def passed(self, border: Border) -> bool:
-        """Return True: a border is noted when it is there."""
+        """Return True: a border is noted when it is reached."""
         return True
 
     def anchor_at(self, border: Border) -> float | None:
@@ -169,7 +169,7 @@ class CudaClock:
 
 
 class Recorder:
-    """The notes of one device (`Device.recorder`). Any thread may add notes."""
+    """Records the notes of one device (`Device.recorder`). Any thread may add notes."""
 
     def __init__(self, clock: HostClock | CudaClock) -> None:
         self.clock = clock
@@ -182,13 +182,13 @@ class Recorder:
         self._stopped = False
 
     def lead(self, others: Sequence[Recorder]) -> None:
-        """Take the notes of further cards, in their order; steps begin and end for all."""
+        """Record further cards too, in order; steps begin and end for all."""
         self._followers = tuple(others)
         for number, other in enumerate(others, 1):
             other._card, other._leader, other.notes = number, self, self.notes
 
     def of(self, card: int) -> Recorder:
-        """Return the recorder of a card: this one's, or that of one that it leads."""
+        """Return the recorder of a card: this one, or one that it leads."""
         return self._followers[card - 1] if card else self
 
     @property
@@ -197,7 +197,7 @@ class Recorder:
         return (self.clock, *(other.clock for other in self._followers))
 
     def stop(self) -> None:
-        """Make no more notes: no reader is left."""
+        """Record nothing more: no reader is left."""
         self._stopped = True
         self._record(on=False)
         self.notes.clear()
@@ -268,7 +268,7 @@ class Recorder:
 
     @contextmanager
     def working(self, lane: str, kind: str, name: str) -> Iterator[None]:
-        """Note the work that a host thread does inside."""
+        """Note the work of a host thread inside the context."""
         note = Note(lane, kind, name, time.perf_counter())
         if self.recording:
             self._add(note)
@@ -279,7 +279,7 @@ class Recorder:
 
     @contextmanager
     def as_one(self, kind: str) -> Iterator[None]:
-        """Note all computation inside as one interval, without its parts."""
+        """Note all computation inside the context as one interval."""
         start, recording = self.instant(), self.recording
         self._record(on=False)
         try:
@@ -310,8 +310,8 @@ class Stalls:
         self._book(cause, seconds)
 
     def add_host(self, cause: str, seconds: float) -> None:
-        """Record that this thread waited; count it as a stall only where it is the computation (a
-        GPU may have gone on meanwhile)."""
+        """Record that this thread waited. It counts as a stall only where the thread itself
+        computes: a GPU may have continued meanwhile."""
         self._recorder.host_waited(cause, seconds)
         if self._recorder.clock.on_host:
             self._book(cause, seconds)

@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 
 class Job(Protocol):
-    """What can be waited for, like a `Future` without a value."""
+    """Work that can be waited for, like a `Future` without a value."""
 
     def result(self) -> None:
-        """Wait for its end; raises what made it fail."""
+        """Wait for its end; raise the error of a failed job."""
 
     def done(self) -> bool:
         """Return whether it has ended."""
@@ -35,7 +35,7 @@ class Worker:
         self._unfinished = _Unfinished(when_idle)
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Queue `work`. When its result is there, nothing refers to `work` any more."""
+        """Queue `work`. Once it has run, nothing refers to it any more."""
         self._unfinished.one_more()
         return self._pool.submit(_Once(work, self._unfinished))
 

@@ -73,9 +73,11 @@ def _hooks_of(weight: nn.Parameter) -> list[Hook]:
 def look_up(
     context: Context, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor | None:
-    """Return the embedding (..., H) of the ids among the arguments. None where rows will not do:
-    from then on the whole weight is copied to the device. Arguments that `nn.Embedding` refuses
-    raise as they do there."""
+    """Return the embedding (..., H) of the ids among the arguments.
+
+    None where rows are impossible: from then on the whole weight is copied to the device.
+    Arguments that `nn.Embedding` refuses raise as in torch.
+    """
     if not can_look_up_rows(unit):
         _copy_whole(context, unit, "its weight has hooks, or its options were changed")
         return None
@@ -123,7 +125,7 @@ def _copy_whole(context: Context, unit: Unit, why: str) -> None:
 
 
 class Lookup(UnitCall):
-    """One forward of an embedding: what its backward needs."""
+    """One forward of an embedding, with the tensors for its backward."""
 
     def __init__(self, context: Context, unit: Unit, ids: Tensor) -> None:
         super().__init__(context, unit)

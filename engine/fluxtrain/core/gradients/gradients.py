@@ -224,7 +224,7 @@ class FlatSum:
             group.members[index].has_gradient = True
 
     def _download(self) -> Arrival:
-        """Download the sum, rounded, or in fp32 with what earlier backward passes left there."""
+        """Download the sum: rounded, or in fp32 added to that of earlier backward passes."""
         group, host = self.group, self._host
         transfers: list[Transfer] = []
         norms: list[Tensor] = []
@@ -250,7 +250,7 @@ class FlatSum:
         return Arrival.of(transfers, norms, members)
 
     def _store_on_device(self) -> Arrival:
-        """Store the sum, or add it to what earlier backward passes left, on the device."""
+        """Store the sum on the device, or add it to that of earlier backward passes."""
         group = self.group
         members = [m for s in group.trained for m in s.members if m.index in self._touched]
         norms: list[Tensor] = []
@@ -299,7 +299,7 @@ class FlatSum:
 
 
 def can_become_sum(group: Group, gradient: Tensor) -> bool:
-    """Return whether this gradient of a member is laid out as all of the group's flat sum."""
+    """Return whether a member's gradient has the layout of the group's whole flat sum."""
     flat = gradient.dtype == torch.float32 and gradient.is_contiguous()
     return flat and gradient.numel() == group.trained_elements
 
@@ -367,7 +367,7 @@ class EmbeddingSum:
         return 0 if self._rows is None else self._rows.values.nbytes
 
     def add_rows(self, rows: RowSum) -> None:
-        """Take the rows, which are all of this backward pass."""
+        """Take the rows, which are the whole gradient of this backward pass."""
         self._rows = rows
 
     def finish(self, *, passing: bool) -> None:
@@ -384,8 +384,8 @@ class EmbeddingSum:
         group.members[0].has_gradient = True
 
     def _download(self, rows: RowSum, before: RowSum | None, *, passing: bool) -> Arrival:
-        """Make `rows`, those of `before` and zeros elsewhere the whole gradient. passing: no other
-        pass adds to it."""
+        """Make the whole gradient of `rows`, the rows of `before`, and zeros elsewhere. passing:
+        no other pass adds to it."""
         group, host = self.group, self._host
         member, buffers = group.members[0], group.rows
         assert buffers is not None

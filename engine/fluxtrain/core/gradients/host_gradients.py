@@ -40,7 +40,7 @@ class Arrival:
     rows: RowSum | None = None  # stay on the device for further passes: the host's are not in place
 
     def is_of(self, members: list[Member]) -> bool:
-        """Return whether `norms` are those of these members and of no other."""
+        """Return whether `norms` belong to exactly these members."""
         known = 0 if self.norms is None else self.norms.numel()
         return known == len(members) and self.norm_of.keys() == {m.index for m in members}
 
@@ -103,20 +103,20 @@ class HostGradients:
             self.device.stalls.add_host("moments", time.perf_counter() - started_s)
 
     def allocate(self, group: Group, *, passing: bool) -> None:
-        """Take memory for the group's gradients; passing: only until its update, which follows at
-        once. Waits for an earlier group's update when all of that memory is lent."""
+        """Allocate memory for the group's gradients; passing: only until its update, which follows
+        at once. Waits for an earlier group's update when all of that memory is lent."""
         if passing and not group.is_on("device", "gradients"):
             self._ring.lend(group)
         else:
             self.keep_memory(group)
 
     def keep_memory(self, group: Group) -> None:
-        """Give the group's gradients memory of their own from now on."""
+        """Give the group's gradients their own memory from now on."""
         self._ring.keep(group)
         group.memory.ensure_gradient()
 
     def give_ring_back(self, groups: Iterable[Group]) -> None:
-        """Free the memory that gradients of updates in backward pass through, between two steps."""
+        """Free the ring of buffers of updates in backward, between two steps."""
         self._ring.give_back(groups)
 
     # -- what arrives ------------------------------------------------------------------------------
@@ -168,8 +168,8 @@ class HostGradients:
             self.forget(group)
 
     def take_rows(self, group: Group) -> RowSum | None:
-        """Return the rows that stayed on the device for a further pass, and keep them no longer:
-        the gradient changes, or is no longer known on the device."""
+        """Return the rows kept on the device for a further pass, and forget them: the gradient is
+        about to change."""
         arrival = self.arrivals.get(group)
         if arrival is None:
             return None
@@ -266,7 +266,7 @@ class HostGradients:
         return transfers
 
     def discard_prefetched(self) -> None:
-        """Drop what was prefetched for a backward pass that raised."""
+        """Drop prefetched sums of a backward pass that raised."""
         self._prefetched.clear()
 
     def _upload(
@@ -472,7 +472,7 @@ class GradientRing:
         borrowers.append(group)
 
     def keep(self, group: Group) -> None:
-        """Leave the group the buffer that it has, if any, for good."""
+        """Give the group its present buffer, if any, for good."""
         for borrowers in self._borrowers.values():
             if group in borrowers:
                 borrowers.remove(group)

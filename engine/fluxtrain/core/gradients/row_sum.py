@@ -21,7 +21,7 @@ _INDEX = torch.int64
 
 @dataclass(eq=False)
 class RowSum:
-    """The gradient of some rows of an embedding; that of its other rows is zero, or elsewhere."""
+    """The gradient of some rows of an embedding; other rows are zero, or stored elsewhere."""
 
     places: Places
     on_device: Tensor  # (U,) int64: `places.rows` on the device
@@ -46,20 +46,20 @@ class RowSum:
         return norm_by_rows(self.values, self.on_device, table_rows)
 
     def take_from(self, first: int, values: Tensor) -> None:
-        """Copy the rows that are here from `values` (n, H), the gradient from row `first` on."""
+        """Copy this object's rows from `values` (n, H), the gradient from row `first` on."""
         mine, places = self._within(first, len(values))
         if len(mine):
             torch.index_select(values, 0, places, out=mine)
 
     def put_into(self, first: int, values: Tensor) -> None:
-        """Copy the rows that are here to `values` (n, H), the gradient from row `first` on."""
+        """Copy this object's rows to `values` (n, H), the gradient from row `first` on."""
         mine, places = self._within(first, len(values))
         if len(mine):
             values.index_copy_(0, places, mine)
 
     def _within(self, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """Return the values of `count` rows from `first` on that are here, and their positions
-        among those rows."""
+        """Return the values of this object's rows among `count` rows from `first` on, and their
+        positions there."""
         bounds = torch.searchsorted(self.places.rows, torch.tensor([first, first + count]))
         start, stop = bounds.tolist()
         return self.values[start:stop], self.on_device[start:stop] - first
@@ -111,12 +111,12 @@ class Scatter:
         self._seen[flat] = True
 
     def forget(self, flat: Tensor) -> None:
-        """Note that other values than rows are copied to `flat`."""
+        """Note that `flat` gets other values than rows."""
         self._filled.pop(flat, None)
 
 
 class RowTransfer:
-    """The download of rows of a gradient; it has ended when they are in place on the host."""
+    """The download of rows of a gradient; it ends when they are in place on the host."""
 
     def __init__(self, transfer: Transfer, land: Callable[[], None]) -> None:
         self._transfer = transfer

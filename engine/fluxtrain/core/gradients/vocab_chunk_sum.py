@@ -101,7 +101,7 @@ class VocabChunkSum:
         staging.read_until_now(size_bytes, staged)
 
     def add_rows(self, rows: RowSum) -> None:
-        """Add the gradient of rows that were looked up."""
+        """Add the gradient of looked-up rows."""
         kept = self._kept
         if kept is None or self._kept_are_complete or rows.places.rows is not kept.places.rows:
             self._late.append(rows)
@@ -110,7 +110,8 @@ class VocabChunkSum:
         self._kept_are_complete = True
 
     def finish(self, *, passing: bool) -> None:
-        """Round and download the kept rows, and tell the host's gradients that all was sent."""
+        """Round and download the kept rows, and tell the host's gradients that
+        everything is sent."""
         group, host = self.group, self._host
         rounded = self._download_kept() if self._kept_are_complete else None
         arrival = self._arrival()
@@ -125,7 +126,7 @@ class VocabChunkSum:
             host.add_rows(group, late)
 
     def _download_kept(self) -> RowSum:
-        """Download the kept rows, rounded, over what was downloaded with the chunks."""
+        """Download the kept rows, rounded, over those downloaded with the chunks."""
         kept = self._kept
         assert kept is not None
         to, rows = self.group.members[0].gradient, kept.places.rows
@@ -149,7 +150,7 @@ class VocabChunkSum:
                     member.gradient.copy_(member.slice(before))
 
     def _arrival(self) -> Arrival:
-        """Return what was sent; the norms are the same however the rows were cut."""
+        """Return the downloads with their norms, which are the same however the rows were cut."""
         if self._on_host:
             return Arrival([], None, {})
         norms = [
@@ -161,8 +162,8 @@ class VocabChunkSum:
 
 
 def _rows_looked_up(group: Group) -> RowSum | None:
-    """Return memory in fp32 for the rows of the one lookup that waits for its gradient; None where
-    there is none, or several."""
+    """Return fp32 memory for the rows of the only lookup that waits for its gradient; None where
+    none or several wait."""
     awaited = [] if group.rows is None else list(group.rows.awaited)
     if len(awaited) != 1 or awaited[0].uploaded is None:
         return None

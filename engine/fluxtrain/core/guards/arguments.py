@@ -286,8 +286,8 @@ Moved = list[
 
 
 def to_device(value: Any, device: torch.device) -> tuple[Any, Moved]:
-    """Move all tensors of a structure to `device`; also return the moved ones. The structure itself
-    is returned when all are there already."""
+    """Move all tensors of a structure to `device`; also return the moved ones. A structure without
+    moved tensors is returned itself."""
     if all(x.device == device for x in take_apart(value)[0] if isinstance(x, Tensor)):
         return value, []
     tree, tensors = flatten(value, once=True)

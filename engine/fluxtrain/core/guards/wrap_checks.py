@@ -21,7 +21,7 @@ _of_a_command = ContextVar("of_a_command", default=False)
 
 
 def refuse_other_objects(model: object) -> None:
-    """Raise BadInput for what is no model."""
+    """Raise BadInput for an object that is no model."""
     if not isinstance(model, nn.Module):
         raise BadInput(f"wrap takes a torch.nn.Module, not {type(model).__name__}")
 
@@ -79,7 +79,7 @@ def _refuse_sparse(model: nn.Module) -> None:
 
 @contextmanager
 def without_advice() -> Iterator[None]:
-    """Wrap for a command, which nobody can tell to call a library otherwise."""
+    """Wrap for a command, whose user cannot call a library differently."""
     before = _of_a_command.set(True)
     try:
         yield
@@ -88,7 +88,7 @@ def without_advice() -> Iterator[None]:
 
 
 def advice(groups: Iterable[Group]) -> str:
-    """Say what a program could do better before it calls `wrap`; empty where it is all right.
+    """Name what a program could do better before it calls `wrap`; empty if nothing.
 
     peft's `prepare_model_for_kbit_training` casts every weight that is not packed to fp32.
     """

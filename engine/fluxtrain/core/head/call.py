@@ -44,7 +44,7 @@ class HeadCall(UnitCall):
         self.spent = False  # the gradients were used
 
     def trained(self) -> tuple[bool, bool]:
-        """Tell whether the head's weight and its bias want gradients."""
+        """Return whether the head's weight and its bias require gradients."""
         trained = {id(m.parameter) for _, m in self.unit.members if m.parameter.requires_grad}
         linear = self.unit.module
         return self.differentiate and id(linear.weight) in trained, (
@@ -79,5 +79,5 @@ class HeadCall(UnitCall):
 
 
 def outside(target: Tensor, ignore_index: int, vocabulary: int) -> Tensor:
-    """Tell which of the targets (N,) count and are outside the vocabulary."""
+    """Return which of the targets (N,) count and are outside the vocabulary."""
     return ((target < 0) | (target >= vocabulary)) & (target != ignore_index)

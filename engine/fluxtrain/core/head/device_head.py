@@ -34,8 +34,11 @@ _GETTER = "get_output_embeddings"
 
 
 class DeviceHead:
-    """Stands for a head: its weight (V, H) and bias (V,) or None, on the device for one forward and
-    its backward. The head's slot is its own, so the weight lies there until it is updated."""
+    """Stands for a head: its weight (V, H) and bias (V,) or None, on the device for one forward
+    and its backward.
+
+    The head has its own slot, so the weight stays there until its update.
+    """
 
     def __init__(self, context: Context, unit: Unit) -> None:
         self.weight, self.bias = _on_device(context, unit)

@@ -39,14 +39,14 @@ _ADDED_BYTES = 32 << 20  # of a sum that is added at a time
 
 
 def is_dealt(context: Context, tokens: int) -> bool:
-    """Tell whether a head's loss over so many tokens is computed by all cards."""
+    """Return whether all cards compute a head's loss over so many tokens."""
     return context.plan.head_dealing != "one_card" and tokens >= len(context.cards) > 1
 
 
 def loss_on_all_cards(
     call: HeadCall, loss: WholeLoss, hidden: Tensor, losses: Tensor, gradients: HeadGradients
 ) -> None:
-    """Compute what `loss_of_tokens` computes."""
+    """Compute the result of `loss_of_tokens` on all cards."""
     context, count = call.context, len(losses)
     cards, first = context.cards, context.cards[0]
     in_order = context.plan.head_dealing == "in_order"
@@ -91,7 +91,8 @@ def loss_on_all_cards(
 
 
 def _even(count: int, most: int, cards: int) -> int:
-    """Return the tokens of a chunk, at most so many, by which all cards get as many chunks."""
+    """Return the tokens of a chunk, up to a maximum, with which all cards get equally
+    many chunks."""
     chunks = -(-count // most)
     return -(-count // (-(-chunks // cards) * cards))
 
@@ -99,14 +100,14 @@ def _even(count: int, most: int, cards: int) -> int:
 def _land(
     first: EngineCard, to: Tensor, source: Tensor, after: list[Any], sender: EngineCard
 ) -> Any:
-    """Copy from another card to the first one; return the point at which it is there."""
+    """Copy from another card to the first one; return the point of arrival."""
     first.counts.landed_bytes += source.nbytes
     return first.device.land(to, source, after, sender.device)
 
 
 @dataclass(frozen=True)
 class _Found:
-    """What a card computed of a chunk of n tokens, there at the point `done`."""
+    """A card's results for a chunk of n tokens, ready at the point `done`."""
 
     losses: Tensor  # (n,)
     hidden: Tensor | None  # (n, H), the gradient
@@ -116,7 +117,7 @@ class _Found:
 
 @dataclass
 class _Turn:
-    """Memory in which a card computes logits while slopes of the chunk before are on their way."""
+    """Memory for a card's logits, while slopes of the chunk before are still being sent."""
 
     logits: PlainLogits | FusedLogits
     slope: Tensor | None = None
@@ -146,8 +147,7 @@ class _OtherCard:
                 self._sums.bias = _zeros_like(gradients.bias, card)
 
     def compute(self, chunk: slice, inner: Tensor, size: int) -> _Found:
-        """Compute a chunk of at most `size` tokens, whose hidden states (n, H) are on their way
-        here."""
+        """Compute a chunk of at most `size` tokens, whose hidden states (n, H) are arriving."""
         device, loss = self._card.device, self._loss
         with self._card.computing():
             wait_for_all(device, [inner])
@@ -167,7 +167,7 @@ class _OtherCard:
             return _Found(losses, gradient, slope, device.mark())
 
     def sent(self, point: Any) -> None:
-        """Note that the slopes computed last are gone at this point."""
+        """Note that the latest slopes have been sent at this point."""
         self._turns[self._at].free = point
         self._at = (self._at + 1) % SENT_SLOPES
 
@@ -208,8 +208,8 @@ class _OtherCard:
 
 
 class _LandedSlopes:
-    """Slopes of other cards on the first one, in a ring of buffers that is made when it is needed,
-    and what they add up to."""
+    """Slopes of other cards on the first one, in a ring of buffers allocated on first use, and
+    their sums."""
 
     def __init__(self, first: EngineCard, gradients: HeadGradients) -> None:
         self._first, self._gradients = first, gradients
@@ -217,8 +217,8 @@ class _LandedSlopes:
         self._turn = 0
 
     def add(self, found: _Found, hidden: Tensor, sender: EngineCard) -> Any:
-        """Add up what a card found for hidden (n, H) of the first card, once it is here; return the
-        point at which it is."""
+        """Add a card's slopes for hidden (n, H) of the first card, once they arrive; return the
+        point of arrival."""
         device, slope = self._first.device, found.slope
         assert slope is not None
         if len(self._buffers) < LANDED_SLOPES:
@@ -235,7 +235,7 @@ class _LandedSlopes:
 
 
 def _loss_on(card: EngineCard, first: EngineCard, loss: WholeLoss, version: int) -> WholeLoss:
-    """Return the same on another card, where its tensors are on their way."""
+    """Return the loss on another card, with its tensors on their way."""
 
     def there(value: Any) -> Any:
         return send_values(value, first, card) if isinstance(value, Tensor) else value
@@ -250,14 +250,14 @@ def _loss_on(card: EngineCard, first: EngineCard, loss: WholeLoss, version: int)
 
 
 def _tensors_of(loss: WholeLoss) -> list[Tensor]:
-    """Return what a card must have before it computes with `loss`."""
+    """Return the tensors that a card needs for `loss`."""
     given = [loss.words.weight, loss.words.bias, loss.target, loss.scale]
     given += [other for step in loss.steps for other in step.others]
     return [value for value in given if isinstance(value, Tensor)]
 
 
 def _weight_on(card: EngineCard, first: EngineCard, weight: Tensor, version: int) -> Tensor:
-    """Return the card's copy of this version of the weight, in memory that stays."""
+    """Return the card's copy of this version of the weight, in memory that is kept."""
     kept = card.head_weight
     if kept is not None and kept[0] == version:
         return kept[1]

@@ -24,8 +24,8 @@ _COPIES = 4  # of a chunk's logits that its steps may hold at a time
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """An operation on logits (..., V) that keeps their shape, with its other operand if it has one:
-    a number, a 0-d tensor, or a constant for each word (V,)."""
+    """An operation on logits (..., V) that keeps their shape, with its other operand if it has
+    one: a number, a 0-d tensor, or a constant for each token (V,)."""
 
     func: Callable[..., Tensor]
     others: tuple[Any, ...] = ()
@@ -39,7 +39,8 @@ Steps = tuple[Step, ...]
 
 
 def step_of(func: Callable[..., Any], rest: tuple[Any, ...], vocabulary: int) -> Step | None:
-    """Return the step that a call of `func` on logits with `rest` is; None for any other call."""
+    """Return the step equivalent to a call of `func` on logits with `rest`; None for any other
+    call."""
     if func in _ALONE and not rest:
         return Step(func)
     if len(rest) != 1:
@@ -58,7 +59,7 @@ def cast(dtype: torch.dtype) -> Step:
 
 
 def after(steps: Steps, logits: Tensor, columns: slice = slice(None)) -> Tensor:
-    """Apply steps to logits (..., w) of the words `columns`."""
+    """Apply steps to logits (..., w) of the tokens `columns`."""
     for step in steps:
         logits = step.apply(logits, columns)
     return logits
@@ -67,7 +68,7 @@ def after(steps: Steps, logits: Tensor, columns: slice = slice(None)) -> Tensor:
 def pull_back(
     steps: Steps, logits: Tensor, gradient: Tensor, columns: slice = slice(None)
 ) -> Tensor:
-    """Compute the gradient of logits (..., w) from that of what the steps make of them."""
+    """Compute the gradient of logits (..., w) from the gradient after the steps."""
     if not steps:
         return gradient
     leaf = logits.detach().requires_grad_()

@@ -88,7 +88,7 @@ class VocabRange:
 
 @dataclass(frozen=True, kw_only=True)
 class SoftmaxSums:
-    """What is known of some tokens' loss after the logits of a part of the vocabulary."""
+    """Softmax sums of some tokens over the logits of the vocabulary so far."""
 
     target: Tensor  # (n,) int64, -1 where a token does not count
     log_sums: Tensor  # (n,) fp32: log of the sum of exp(logits) so far
@@ -226,7 +226,7 @@ class WholeLoss:
     steps: Steps = ()  # what is done with the logits before the loss
 
     def logits(self, hidden: Tensor, tokens: int | None) -> PlainLogits | FusedLogits:
-        """Return the fastest way to compute it; `tokens` at a time, None: by memory."""
+        """Return the fastest way to compute them; `tokens` at a time, None: by memory."""
         weight = self.words.weight
         return logits_of(hidden, weight.dtype, self.dtype, len(weight), tokens, self.steps)
 
@@ -234,7 +234,7 @@ class WholeLoss:
         self, logits: PlainLogits | FusedLogits, hidden: Tensor, tokens: slice, losses: Tensor
     ) -> Tensor | None:
         """Write the cross entropy of `tokens`, whose hidden states are (n, H), to `losses` (n,).
-        Return what `PlainLogits.compute` does."""
+        Returns the result of `PlainLogits.compute`."""
         sums = SoftmaxSums.of(self.target[tokens])
         slope = logits.compute(hidden, self.words, sums, collect=True, scale=self.scale)
         losses.copy_(sums.losses())
@@ -250,7 +250,8 @@ class HeadGradients:
     bias: Tensor | None = None  # (V,) fp32, added to
 
     def add(self, slope: Tensor, hidden: Tensor) -> None:
-        """Add what the gradient (n, V) of some tokens' logits, hidden (n, H), gives to the head."""
+        """Add the contribution of the gradient (n, V) of some tokens' logits, hidden (n, H), to
+        the head's gradients."""
         if self.weight is not None:
             add_product_(self.weight, slope.t(), hidden)
         if self.bias is not None:
@@ -275,7 +276,7 @@ def loss_of_chunk(
     losses: Tensor,
     gradients: HeadGradients,
 ) -> None:
-    """Do what `loss_of_tokens` does for one chunk of tokens."""
+    """Compute `loss_of_tokens` for one chunk of tokens."""
     slope = loss.compute(logits, hidden[chunk], chunk, losses[chunk])  # (n, V)
     if slope is None:
         return

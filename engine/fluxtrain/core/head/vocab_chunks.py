@@ -84,8 +84,10 @@ def vocab_chunked_loss(call: HeadCall, hidden: Tensor) -> Tensor:
 def vocab_chunked_logits(
     context: Context, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor | None:
-    """Compute the head's output (..., V) for its arguments. None where chunks will not do: the
-    whole head has a slot on the device from then on."""
+    """Compute the head's output (..., V) for its arguments.
+
+    None where chunks are impossible: the whole head then has a slot on the device.
+    """
     hooked = any(m.parameter._backward_hooks for _, m in unit.members)
     if hooked and torch.is_grad_enabled():
         copy_whole(context, unit, "its weight has hooks")
@@ -289,7 +291,7 @@ def _logits_of(call: HeadCall, hidden: Tensor) -> PlainLogits | FusedLogits:
 
 @contextmanager
 def _computing(context: Context, unit: Unit, does: str) -> Iterator[None]:
-    """Record the computation inside in the timeline as `does`."""
+    """Record the computation inside the context in the timeline as `does`."""
     context.use.begin()
     try:
         start = context.device.recorder.instant()

@@ -38,7 +38,7 @@ class PinnedBuffer(HostArena):
 
 
 class PinnedPool:
-    """The buffers that are free, by size."""
+    """The free buffers, by size."""
 
     def __init__(self) -> None:
         self._free: dict[int, deque[PinnedBuffer]] = {}
@@ -46,8 +46,11 @@ class PinnedPool:
         self._guard = threading.RLock()
 
     def take(self, size_bytes: int) -> PinnedBuffer:
-        """Return a buffer of `size_bytes` or, where sizes differ, more. Earlier copies from and to
-        it come before later ones: the computation has waited for them, or this thread does."""
+        """Return a buffer of `size_bytes` or, where sizes differ, more.
+
+        Its earlier copies end before later ones: the computation has waited for them, or this
+        thread does.
+        """
         buffer = self._taken(size_bytes)
         if buffer.unawaited is not None:
             with contextlib.suppress(Exception):
@@ -61,7 +64,7 @@ class PinnedPool:
             self._free.setdefault(buffer.size_bytes, deque()).append(buffer)
 
     def clear(self) -> None:
-        """Free the memory of all buffers that are free."""
+        """Free the memory of all free buffers."""
         with self._guard:
             gone, self._free = self._free, {}
         gone.clear()
@@ -164,7 +167,7 @@ class ActivationOffload:
 
     def fetch(self, activation: OffloadedActivation) -> Tensor:
         """Return the tensor on the device, where the computation waits for it; start to upload the
-        one that the backward pass needs next."""
+        next one of the backward pass."""
         self._start_upload(activation)
         if activation.on_device is not None and activation.upload is not None:
             found, transfer = activation.on_device, activation.upload  # it followed the download
@@ -186,11 +189,11 @@ class ActivationOffload:
         return found
 
     def newest(self) -> OffloadedActivation | None:
-        """Return the activation that was offloaded last, while its pass lives."""
+        """Return the latest offloaded activation, while its pass lives."""
         return self._last()
 
     def give_back(self) -> None:
-        """Free the host memory that no activation is in now."""
+        """Free the host memory without activations."""
         self._pool.clear()
 
     def _host_memory(self, tensor: Tensor) -> tuple[PinnedBuffer | None, Tensor]:

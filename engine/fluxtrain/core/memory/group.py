@@ -34,8 +34,11 @@ class GroupJobs:
         return any(job is not None and not job.done() for job in (self.pending, self.moments))
 
     def wait(self) -> None:
-        """Block until no update of the group is under way, nor its moments; raise what made one
-        fail. From then on nothing reads or writes its weights, states and gradients on the host."""
+        """Block until no update of the group nor of its moments is under way; raise the error of a
+        failed one.
+
+        From then on nothing reads or writes its weights, states and gradients on the host.
+        """
         moments = self.moments
         self.wait_for_weights()
         if moments is not None:

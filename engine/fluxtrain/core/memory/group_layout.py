@@ -126,8 +126,8 @@ class GroupLayout:
     # -- making it ---------------------------------------------------------------------------------
 
     def add(self, parameter: nn.Parameter, name: str, *, shared: bool = False) -> Member:
-        """Take a parameter in; `lay_out` fixes its place. `shared`: other parts compute with it
-        too, so that it is not packed."""
+        """Take a parameter in; `lay_out` fixes its place. `shared`: other modules compute with it
+        too, so it is not packed."""
         trained = parameter.requires_grad
         if trained and parameter.dtype not in TRAINED_DTYPES:
             raise UnsupportedModel(

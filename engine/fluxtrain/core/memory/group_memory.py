@@ -131,8 +131,7 @@ class GroupMemory:
             member.write_version = member.parameter._version
 
     def _allocate_weights(self) -> tuple[Tensor, list[tuple[Segment, Tensor]]]:
-        """Take memory for the weights; return it, and each segment that lies there with its
-        part."""
+        """Allocate memory for the weights; return it, and each of its segments with its part."""
         there, size = self._segments, self._weight_bytes
         if self.placement.is_on("disk"):
             there = [s for s in there if s not in self._in_files]
@@ -170,8 +169,8 @@ class GroupMemory:
     # -- optimizer state ---------------------------------------------------------------------------
 
     def ensure_state(self) -> list[Tensor]:
-        """Allocate the optimizer state, moments of zero, on first use; return those tensors of it
-        that are on the host and were never written."""
+        """Allocate the optimizer state, with zero moments, on first use; return its unwritten
+        tensors on the host."""
         unwritten = list[Tensor]()
         for segment in self._trained:
             if segment.m is not None:
@@ -204,7 +203,7 @@ class GroupMemory:
         return all(segment.rounded is not None for segment in self._trained)
 
     def give_up_gradients(self) -> list[int]:
-        """Leave the gradients without memory; return the addresses where they had it."""
+        """Leave the gradients without memory; return its addresses."""
         held = [segment.rounded for segment in self._trained if segment.rounded is not None]
         for segment in self._trained:
             segment.rounded = None
@@ -216,8 +215,7 @@ class GroupMemory:
         self._arenas["gradients"] = [arena for arena in arenas if arena.address not in addresses]
 
     def take_gradients_of(self, other: GroupMemory) -> None:
-        """Take over the memory of gradients that are used up, of a group with segments of the same
-        sizes."""
+        """Take over the used-up gradients' memory of a group with segments of the same sizes."""
         for mine, theirs in zip(self._trained, other._trained, strict=True):
             mine.rounded, theirs.rounded = theirs.rounded, None
 
@@ -230,7 +228,7 @@ class GroupMemory:
         segment.gradient.copy_(rounded)
 
     def take_wide_gradient(self, segment: Segment) -> None:
-        """Make memory in fp32 that of this step's gradients; the caller puts them there."""
+        """Make fp32 memory the home of this step's gradients; the caller copies them."""
         if segment.dtype == torch.float32:
             return
         if segment.wide is None:

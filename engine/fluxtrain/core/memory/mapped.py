@@ -36,18 +36,18 @@ class _Mapping:
 
 
 def copied_bytes(model: nn.Module, maps: Path = MAPS) -> int:
-    """Return the bytes of weights on the host that are no pages of a file; of all weights where the
-    system does not tell."""
+    """Return the bytes of host weights that are no pages of a file; of all weights where the
+    system does not say."""
     mapped = sum(p.nbytes for p in _mapped(model, maps))
     every = (p for p in model.parameters() if p.device.type == "cpu")
     return sum(min(p.nbytes, p.untyped_storage().nbytes()) for p in every) - mapped
 
 
 def cool(model: nn.Module, maps: Path = MAPS) -> None:
-    """Mark pages of the model's files as the first ones that the kernel may drop.
+    """Mark pages of the model's files as the first that the kernel may drop.
 
-    A control group counts pages that were read twice (or by a fault, with multi-generational LRU)
-    as in use. This call drops and writes nothing.
+    A control group counts pages read twice (or by a fault, with multi-generational LRU) as in use.
+    This call drops and writes nothing.
     """
     for weight in _mapped(model, maps):
         _advise(*_whole_pages(weight), _MADV_COLD)
@@ -104,7 +104,7 @@ def drop(weight: Tensor, maps: Path = MAPS, *, from_cache: bool = True) -> int:
 
 
 def _whole_pages(weight: Tensor) -> tuple[int, int]:
-    """Return address and size of the pages that hold nothing else; a size of 0 or less for none."""
+    """Return address and size of the pages inside a range; a size of 0 or less for none."""
     start = -(-weight.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (weight.data_ptr() + weight.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     return start, end - start

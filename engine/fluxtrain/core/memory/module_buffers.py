@@ -62,7 +62,8 @@ def _inside(module: nn.Module) -> _Inside:
 
 @contextmanager
 def as_before(module: nn.Module, copies: Copies) -> Iterator[None]:
-    """Give the buffers their values from before the forward inside, and undo that afterwards."""
+    """Give the buffers their values from before the forward inside the context, and undo that
+    afterwards."""
     if not copies:
         yield
         return

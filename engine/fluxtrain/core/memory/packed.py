@@ -21,7 +21,7 @@ from fluxtrain.plan.states import PackedFormat
 
 @dataclass(frozen=True)
 class PackedSource:
-    """A weight that another package has packed: its arrays, as a layout names them."""
+    """A weight packed by another package: its arrays, as a layout names them."""
 
     format: PackedFormat
     shape: tuple[int, ...]
@@ -29,23 +29,23 @@ class PackedSource:
     arrays: Mapping[str, Tensor]
 
     def copy_to(self, places: Mapping[str, Tensor]) -> None:
-        """Copy the arrays to where a packed segment has them."""
+        """Copy the arrays into a packed segment."""
         with torch.no_grad():
             for name, place in places.items():
                 place.copy_(self.arrays[name].reshape(-1)[: len(place)])
 
 
 def packed_source(parameter: nn.Parameter) -> PackedSource | None:
-    """Return what another package has packed of a parameter; None for ordinary ones."""
+    """Return a parameter's arrays packed by another package; None for ordinary parameters."""
     found: PackedSource | None = parameter.__dict__.get("_fluxtrain_packed")
     return found
 
 
 class KeptWeights(Protocol):
-    """Packed weights that an earlier start has kept (quantization/packed_cache.py)."""
+    """Packed weights kept from an earlier start (quantization/packed_cache.py)."""
 
     def read_into(self, name: str, out: Tensor) -> bool:
-        """Fill out (bytes,) uint8 on the host with what is kept under a name, if it is there."""
+        """Fill out (bytes,) uint8 on the host with the weights kept under a name, if any."""
 
     def add(self, name: str, packed: Tensor) -> None:
         """Keep packed (bytes,) uint8 under a name; it must not change before the end of packing."""
@@ -145,8 +145,8 @@ def dense_parts(segments: Iterable[Segment], dense: Tensor) -> Iterator[tuple[Se
 
 
 def placeholder(member: Member) -> Tensor:
-    """Make what a packed parameter, or one on disk, holds at rest: NaN in its shape, of one
-    element's memory."""
+    """Make the data of a packed parameter, or one on disk, at rest: NaN in its shape, in the
+    memory of one element."""
     weights = member.segment.weights
     device = torch.device("cpu") if weights is None else weights.device
     return without_values(member.shape, member.segment.dtype, device)
@@ -155,5 +155,5 @@ def placeholder(member: Member) -> Tensor:
 def without_values(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
 ) -> Tensor:
-    """Make a tensor of NaN that takes the memory of one element."""
+    """Make a tensor of NaN in the memory of one element."""
     return torch.full((1,), torch.nan, dtype=dtype, device=device).expand(tuple(shape))

@@ -46,7 +46,7 @@ class Places:
 
 @dataclass(frozen=True, eq=False)
 class UploadedRows:
-    """Rows on the device, and the indices that belong to them there."""
+    """Rows on the device, with each token's index among them."""
 
     rows: Tensor  # (U, H): valid until `RowBuffers.release`
     places: Tensor  # (U,) int64
@@ -54,7 +54,7 @@ class UploadedRows:
 
 
 class Awaited(Protocol):
-    """A lookup whose gradient may follow."""
+    """A lookup that may get a gradient."""
 
     places: Places
     uploaded: UploadedRows | None  # its indices stay valid

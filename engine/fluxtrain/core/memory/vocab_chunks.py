@@ -62,7 +62,7 @@ class ChunkedWeights:
         return slice(index * self.rows, min(every, (index + 1) * self.rows))
 
     def prefetch(self, index: int) -> None:
-        """Start to copy a chunk in, if there is one, it is not there, and a place is free."""
+        """Start to upload a chunk, if it exists, is not on the device, and a place is free."""
         if 0 <= index < self.count and self._holding(index) is None:
             free = [p for p in self._memory() if not p.used and not self._wanted(p)]
             if free:
@@ -94,7 +94,7 @@ class ChunkedWeights:
         self._places = []
 
     def drain(self) -> None:
-        """Wait for all copies under way; `take` raises what made one fail."""
+        """Wait for all copies under way; `take` raises the error of a failed one."""
         for place in self._places:
             for transfer in place.transfers:
                 with contextlib.suppress(Exception):

@@ -160,7 +160,7 @@ class Window:
             self._owners.discard(slot.owner)
 
     def share_slot(self, slot: Slot) -> None:
-        """Let other groups use the slot of one that owned it; what is in it stays."""
+        """Let other groups use the slot of a former owner; it keeps its content."""
         if slot.owner is not None:
             self._owners.discard(slot.owner)
             slot.owner = None
@@ -231,7 +231,7 @@ class Window:
             slot.free = self.device.mark()
 
     def drain(self) -> None:
-        """Wait for all copies under way; `take` raises what made one fail."""
+        """Wait for all copies under way; `take` raises the error of a failed one."""
         for slot in self.slots:
             if slot.transfer is not None:
                 with contextlib.suppress(Exception):

@@ -189,9 +189,8 @@ def check_state(optimizer: Optimizer, entries: Entries) -> None:
 
 
 def import_state(optimizer: Optimizer, entries: Entries) -> None:
-    """Copy into the arenas what `load_state_dict` put into `optimizer.state` since the last step.
-
-    `check_state` must have passed."""
+    """Copy the state that `load_state_dict` put into `optimizer.state` since the last step into
+    the arenas. `check_state` must have passed."""
     by_index = {i: o for o, _, i in entries}
     ours = {_moments_at(o.member): i for i, o in by_index.items()}
     state: dict[Any, Any] = optimizer.state
@@ -260,7 +259,7 @@ def _take_moments(member: Member, entry: dict[str, Any]) -> None:
 
 
 def _take_master(owner: Owner, entry: dict[str, Any]) -> None:
-    """Restore the master if the weights are the ones it was saved with, else make it of them."""
+    """Restore the master if it was saved with these weights, else make it from them."""
     views = owner.member.states()
     name = next((name for name in MASTERS if name in views), None)
     if name is None:

@@ -30,7 +30,7 @@ _NAMES: dict[StateFormat, dict[str, str]] = {
 
 
 def shard_bytes(context: Context) -> int:
-    """Return the bytes of all shards, at most."""
+    """Return an upper bound of the bytes of all shards."""
     groups = sum(group.trained_bytes + group.state_bytes for group in context.groups)
     return groups + sum(parameter.nbytes for parameter in context.loose)
 
@@ -48,7 +48,7 @@ class Held:
 
 def hold_for_saving(context: Context, name: str) -> Held | None:
     """Let the next update of a group wait until `Held.copied` has a result; None for a shard that
-    must be copied at once, as it is no group's or in parts on the host and on a device."""
+    must be copied at once: one of no group, or one partly on the host and partly on a device."""
     group = next((g for g in context.groups if g.name == name), None)
     if group is None or group.is_on("device", "state") != group.is_on("device"):
         return None

@@ -138,7 +138,7 @@ class PackedLayout:
         return {name: place.of(packed) for name, place in self.places.items()}
 
     def arrays_of(self, index: int, packed: Tensor) -> dict[str, Tensor]:
-        """Return what of `packed` (size_bytes,) belongs to weight `index`, without padding."""
+        """Return weight `index`'s arrays in `packed` (size_bytes,), without padding."""
         weight, arrays = self.weights[index], self.arrays(packed)
         if self.format == "int8":
             rows = slice(weight.first_row, weight.first_row + weight.rows)

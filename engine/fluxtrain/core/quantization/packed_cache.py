@@ -107,7 +107,7 @@ class PackedCache:
         return False
 
     def add(self, name: str, packed: Tensor) -> None:
-        """Write a group from packed (bytes,) uint8 on the host, behind the caller's back.
+        """Write a group from packed (bytes,) uint8 on the host, in the background.
 
         `packed` must not change before the end of the `with` block.
         """
@@ -151,7 +151,7 @@ class PackedCache:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        """Wait until what was added is written; after an error for the group under way alone."""
+        """Wait until added groups are written; after an error only for the present one."""
         self._writer.shutdown(cancel_futures=error is not None)
         self._threads.shutdown()
         for write in self._writes:
@@ -235,7 +235,7 @@ class PackedCache:
         return hashlib.sha256(b"".join(self._threads.map(one, starts, pieces))).digest()
 
     def _give_up(self, temporary: Path, error: OSError) -> None:
-        """Go on without the cache, and free what this start took of a full disk."""
+        """Continue without the cache, and free the bytes that this start wrote to a full disk."""
         self._writable = False
         self._remove(temporary, *self._written)
         self._say(

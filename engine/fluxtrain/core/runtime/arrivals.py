@@ -17,7 +17,7 @@ _NAME = "_fluxtrain_arrivals"  # on the tensor object, which autograd hands on a
 
 @dataclass(frozen=True)
 class RowArrivals:
-    """The points of a computation at which ranges of a tensor's rows are there."""
+    """Points of a computation at which ranges of a tensor's rows are complete."""
 
     spans: tuple[tuple[int, int], ...]  # [first, stop) of each range
     points: tuple[Any, ...]  # of a device, as `Device.mark`
@@ -28,7 +28,7 @@ class RowArrivals:
         return OrderedDict, ()
 
     def within(self, first: int, stop: int) -> list[Any]:
-        """Return the points after which the rows [first, stop) are there."""
+        """Return the points after which the rows [first, stop) are complete."""
         pairs = zip(self.spans, self.points, strict=True)
         return [point for (a, b), point in pairs if a < stop and first < b]
 
@@ -36,13 +36,13 @@ class RowArrivals:
 def note_arrivals(
     tensor: Tensor, spans: Sequence[tuple[int, int]], points: Iterable[Any]
 ) -> Tensor:
-    """Remember when the tensor's rows are there; return it."""
+    """Remember when the tensor's rows are complete; return it."""
     setattr(tensor, _NAME, RowArrivals(tuple(spans), tuple(points), version_of(tensor)))
     return tensor
 
 
 def arrivals_of(tensor: Tensor) -> RowArrivals | None:
-    """Return when the tensor's rows are there; None where that is not known, or code has written to
+    """Return when the tensor's rows are complete; None where unknown, or where code has written to
     the tensor since."""
     found = getattr(tensor, _NAME, None)
     return found if isinstance(found, RowArrivals) and found.version == version_of(tensor) else None
@@ -66,7 +66,7 @@ class ArgumentArrivals:
         ]
 
     def wait_for(self, first: int, stop: int) -> None:
-        """Make the device's computation wait for what the rows [first, stop) need."""
+        """Make the device's computation wait for the tensors that rows [first, stop) need."""
         for arrivals, has_rows in self._known:
             for point in arrivals.within(first, stop) if has_rows else arrivals.points:
                 self._device.wait_for(point)

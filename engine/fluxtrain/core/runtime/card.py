@@ -53,7 +53,7 @@ class EngineCard:
         self.head_weight: tuple[int, Tensor] | None = None
 
     def computing(self, *, joins: Joins = "now", lane: int = 0) -> AbstractContextManager[None]:
-        """Compute inside where this card's blocks do; see `Device.computing`."""
+        """Compute on this card's streams inside the context; see `Device.computing`."""
         return self.device.computing(joins=joins, lane=lane)
 
     def joins_for(self, tensors: Iterable[Tensor], lane: int) -> Joins:
@@ -77,8 +77,8 @@ class EngineCard:
 
 
 class SharedArguments:
-    """Copies of arguments that many blocks of a card get (rotary tables, masks): one for each
-    tensor, as long as it lives and is not written to."""
+    """Copies of arguments that many blocks of a card get: one for each tensor, until it is freed
+    or written to."""
 
     def __init__(self) -> None:
         self._copies: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}  # by id

@@ -52,8 +52,8 @@ _this = _Process()
 
 
 class UseGuard:
-    """Raises for uses that cannot work: of a fork, which has none of the threads and would hang, by
-    two threads at once, which would compute with weights that the other moves, and after
+    """Refuses uses that cannot work: in a fork, which lacks the threads and would hang; by two
+    threads at once, of which one would compute with weights that the other moves; and after
     `unwrap`."""
 
     def __init__(self) -> None:
@@ -206,7 +206,7 @@ class Context:
             _LOG.warning(text)
 
     def flush(self) -> None:
-        """Wait for all updates under way; raise what made one fail."""
+        """Wait for all updates under way; raise the error of a failed one."""
         self.updates.wait()
         if self.loss_scale is not None:
             self.loss_scale.take_back_skipped()
@@ -323,7 +323,7 @@ class StepInBackward:
         return self.guard is not None and self.guard.refuses()
 
     def uses_up(self, group: Group) -> bool:
-        """Return whether the update of the group takes all its gradients, so that they can go."""
+        """Return whether the group's update takes all its gradients, so that they can be freed."""
         stepped = {owner.member.index for owner, _ in self._work.get(group, ())}
         return all(m.index in stepped for s in group.trained for m in s.members)
 
@@ -332,7 +332,7 @@ class StepInBackward:
         return self.uses_up(group) and not self._graphs.need(group)
 
     def refuse_updated(self, groups: Iterable[Group]) -> None:
-        """Raise MisusedModel if one of the groups, which get gradients now, is updated already."""
+        """Raise MisusedModel if a group that now gets gradients is already updated in this step."""
         name = next((group.name for group in groups if group in self.updated), None)
         if name is not None:
             raise MisusedModel(
@@ -372,7 +372,7 @@ class StepInBackward:
 
 
 def _begun(loss: Tensor) -> list[bool] | None:
-    """Return a list that is filled when a backward pass reaches the loss; None if it cannot be."""
+    """Return a list that is filled when a backward pass reaches the loss; None where none can."""
     if loss.grad_fn is None:
         return None
     begun: list[bool] = []

@@ -21,7 +21,7 @@ _Noted = tuple[int, str, str, int, str, str, Transfer]  # step, block, what, byt
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes moved since the start, by direction; of the uploads how much was not trained."""
+    """Bytes moved since the start, by direction; of the uploads also the untrained bytes."""
 
     h2d_bytes: int
     d2h_bytes: int
@@ -44,7 +44,7 @@ class CardCounts:
         self._earlier_peaks = 0, 0  # in use and reserved, before torch's peaks were reset
 
     def device_peaks(self) -> tuple[int, int]:
-        """Return the peaks of bytes that tensors used on the GPU and that torch reserved, ever."""
+        """Return the run's peaks of bytes that tensors used on the GPU and that torch reserved."""
         now_used, now_reserved = held_by_torch(self._torch_device)
         used, reserved = self._earlier_peaks
         return max(used, now_used["peak"]), max(reserved, now_reserved["peak"])

@@ -104,8 +104,10 @@ def _gradient_access(func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 def _end_what_is_over(context: Context) -> None:
-    """Forget a backward pass that raised, and a step in backward whose optimizer is gone. Only the
-    thread of the forward pass can tell whether a pass has ended."""
+    """Forget a backward pass that raised, and a step in backward whose optimizer is gone.
+
+    Only the thread of the forward pass can know whether a pass has ended.
+    """
     if threading.get_ident() == context.thread:
         context.forget_broken_pass()
         context.forget_orphaned_step()
@@ -123,7 +125,8 @@ def _refuse_no_gradient(value: object, owner: Owner) -> None:
 
 
 def _record_use(found: Any, *arguments: Any) -> None:
-    """Note weights among the arguments that the result's graph needs, or that it aliases."""
+    """Note weights among the arguments that the result's graph needs, or that the
+    result aliases."""
     results = [x for x in _each(found) if isinstance(x, Tensor) and type(x) is not HostParameter]
     if not results:
         return
@@ -338,7 +341,7 @@ def is_packed(value: Any) -> bool:
 
 
 def without_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Answer what needs no values of packed weights; raise MisusedModel for everything else."""
+    """Answer operations that need no values of packed weights; raise MisusedModel for others."""
     name = _name_of(next(v for v in _flat(args, kwargs) if _name_of(v)))
     metadata = getattr(func, "__name__", "") in ("__get__", "__set__") and not _is_computed(func)
     asks = getattr(func, "__name__", "") in _ASKED

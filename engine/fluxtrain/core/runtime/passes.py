@@ -51,9 +51,9 @@ def begin_forward(context: Context, unit: Unit) -> None:
 
 @contextmanager
 def bound(context: Context, unit: Unit, does: str = "forward") -> Iterator[None]:
-    """Put the unit's parameters on the device inside, and back on the host afterwards.
+    """Bind the unit's parameters to the device inside the context, and to the host afterwards.
 
-    The timeline records the computation inside as `does`.
+    The timeline records the computation inside the context as `does`.
     """
     taken: list[Group] = []
     card = context.card_of(unit)

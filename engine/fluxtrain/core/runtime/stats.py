@@ -131,7 +131,7 @@ def _row_buffers(context: Context) -> list[RowBuffers]:
 
 
 def _copied_bytes(context: Context, card: EngineCard) -> int:
-    """Add up what weights from the host are copied into on the card."""
+    """Count the bytes on the card of copies of host weights."""
     found = card.window.size_bytes
     if card.number:  # rows and vocabulary chunks are of what stands outside of blocks
         return found
@@ -170,7 +170,7 @@ def _state_letter(group: Group) -> str:
 
 
 def _bytes_in(tier: Tier, groups: Iterable[Group]) -> tuple[int, int, int]:
-    """Add up weights, gradients and optimizer states that live in a tier, in bytes."""
+    """Count the bytes of weights, gradients and optimizer states that live in a tier."""
     there = list(groups)
     return (
         sum(group.memory.weight_bytes.get(tier, 0) for group in there),

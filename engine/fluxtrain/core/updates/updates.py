@@ -90,7 +90,7 @@ class Updates:
                 group.jobs.moments = HeldMoments(job, self._gate)
 
     def begin_moments(self) -> None:
-        """Let deferred moments begin: the forward pass is queued, or what comes after it."""
+        """Let deferred moments begin: the forward pass is queued, or later work."""
         self._gate.open()
 
     def submit_one(self, group: Group, hypers: dict[int, Hyper], norm: GradNorm | None) -> None:
@@ -344,7 +344,7 @@ class HeldMoments:
         self._job, self._gate = job, gate
 
     def result(self) -> None:
-        """Wait until they are updated; raise what made that fail."""
+        """Wait until they are updated; raise the error of a failed update."""
         self._gate.open()
         self._job.result()
 

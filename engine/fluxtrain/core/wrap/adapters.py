@@ -31,7 +31,7 @@ def adapters_of(model: nn.Module) -> tuple[str, ...]:
 
 
 def refuse_late(engine: Engine, asked: RunRequest | Placement) -> None:
-    """Raise MisusedModel where the model cannot be wrapped again as it was."""
+    """Raise MisusedModel where the model cannot be wrapped again as before."""
     if any(group.packed_segments for group in engine.groups):
         why = "its base is packed, which packing once more would change"
     elif isinstance(asked, Placement):

@@ -46,8 +46,7 @@ class Engine(Context):
                 self.gradients_of(group).host.forget(group)
 
     def free_gradients(self) -> None:
-        """Drop all gradients and the memory that they take, which a later backward pass would take
-        again."""
+        """Drop all gradients and free their memory; a later backward pass allocates it again."""
         self.flush()
         self.forget_gradients()
         for card in self.cards:
@@ -88,12 +87,13 @@ class Engine(Context):
         self.step_in_backward = begin_step_in_backward(self, optimizer, loss)
 
     def forget_refused(self) -> None:
-        """Wait for all updates under way without raising that one was refused, which is known."""
+        """Wait for all updates under way without raising for a refused one, which is known."""
         self.updates.forget_refused()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Wait for updates; inside, also a loss without gradients is fused with the head."""
+        """Wait for updates; inside the context, a loss without gradients is fused with the head
+        too."""
         self.flush()
         self.lazy_without_gradients = True
         try:

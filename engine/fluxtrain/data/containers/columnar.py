@@ -69,7 +69,7 @@ def _pyarrow(name: str) -> Any:
 
 @contextmanager
 def _seekable(source: Source) -> Iterator[Any]:
-    """Yield a file to jump in; a packed one is unpacked to a temporary file."""
+    """Yield a seekable file; a compressed one is unpacked to a temporary file."""
     if source.compression is None:
         with opened_raw(source.path) as file:
             yield file

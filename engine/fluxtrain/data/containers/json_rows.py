@@ -97,9 +97,9 @@ def json_lines(source: Source) -> Iterator[Record | Problem]:
 
 
 def json_values(source: Source) -> Iterator[Record | Problem]:
-    """Yield the objects of one array, or objects one behind the other over several lines.
+    """Yield the objects of one array, or consecutive objects over several lines.
 
-    Raises BadInput where the text is no JSON: what follows cannot be told apart then.
+    Raises BadInput where the text is no JSON: the objects behind it cannot be found then.
     """
     window, parser = _Window(source), _Parser()
     number = 1
@@ -141,7 +141,7 @@ def _of_line(parser: _Parser, line: TextLine, origin: Origin) -> Record | Proble
 
 
 class _Window:
-    """The text ahead: as much of the file as the next value needs."""
+    """The text read ahead: as much of the file as the next value needs."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -209,7 +209,7 @@ class _Window:
         )
 
     def _is_real(self, error: json.JSONDecodeError) -> bool:
-        """Tell an error of the file from one that more text would heal."""
+        """Return whether an error is the file's, or would go away with more text."""
         if error.msg.startswith("Unterminated string"):
             return False
         return error.pos < len(self._text) - _TOKEN_CHARACTERS
@@ -219,7 +219,7 @@ class _Window:
         self._at += characters
 
     def _fill(self) -> bool:
-        """Read on: as much as is held already, so that long values are tried a few times only."""
+        """Read as much again as is held, so that long values are tried only a few times."""
         if self._ended:
             return False
         held = self._text[self._at :]

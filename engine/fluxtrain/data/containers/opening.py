@@ -69,7 +69,7 @@ _UNREADABLE = {
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """What a file is, and why it was taken for that."""
+    """The kind of a file, and the reason for it."""
 
     container: Container
     because: str  # "its name ends in .csv"
@@ -84,7 +84,8 @@ def suffix_of(path: Path) -> str:
 
 
 def is_about_data(path: Path) -> bool:
-    """Tell a file about the data (a README, a licence, a description) from the data."""
+    """Return whether a file is about the data (a README, a licence, a description) instead of
+    data."""
     name = path.name.lower()
     return name in _ABOUT_FILES or name.partition(".")[0].startswith(_ABOUT_NAMES)
 
@@ -127,7 +128,7 @@ def records(source: Source, container: Container) -> Iterator[Record | Problem]:
 
 
 def _checked_head(path: Path) -> bytes:
-    """Return the first bytes, unpacked; refuse what cannot be data."""
+    """Return the first bytes, unpacked; refuse a file that cannot be data."""
     if path.is_dir():
         raise BadInput(f"{path} is a directory: name a file in it")
     with Source(path) as source:
@@ -149,7 +150,7 @@ def _checked_head(path: Path) -> bytes:
 
 
 def _refuse_other_kinds(path: Path, head: bytes) -> None:
-    """Raise BadInput with the cure for what is no text in UTF-8, and no table that is read."""
+    """Raise BadInput with the cure for a file that is neither UTF-8 text nor a readable table."""
     for mark, advice in _UNREADABLE.items():
         if head.startswith(mark):
             raise BadInput(f"{path} is {advice}")

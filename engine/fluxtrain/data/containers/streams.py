@@ -111,9 +111,10 @@ class Source:
         return skipped
 
     def jump(self, offset: int) -> None:
-        """Go on with the first line that begins behind `offset`; for files that are not packed.
+        """Continue with the first line that begins behind `offset`; only in files that are not
+        packed.
 
-        Lines are numbered by the bytes before them from here on.
+        From here on lines are numbered by the bytes before them.
         """
         self.file.seek(offset)
         self.at, self.jumped = offset, True
@@ -122,7 +123,7 @@ class Source:
 
     @property
     def share(self) -> float:
-        """Return which part of the file was taken, from 0 to 1; for packed files an estimate."""
+        """Return the fraction of the file read so far; for packed files an estimate."""
         if self.rows_share is not None:
             return self.rows_share
         whole = float(self._size_bytes)

@@ -118,7 +118,8 @@ class ConversationEncoder:
     def _samples(
         self, row: Row, ids: list[int], stretches: list[_Stretch], notes: Notes
     ) -> Iterator[Sample]:
-        """Yield a sample of the answers that end, and one of each other, with an end behind it."""
+        """Yield one sample of all answers that have an end, and one for each other answer, with an
+        end added."""
         stretches = [one for one in stretches if one.last > max(one.first, 1)]
         for one in (found for found in reversed(stretches) if found.end is None):
             if self._end is None:
@@ -135,7 +136,7 @@ class ConversationEncoder:
 
 
 class PlainEncoder:
-    """Encodes a prompt and its completion as they stand next to each other, without a template."""
+    """Encodes a prompt and its completion one after the other, without a template."""
 
     def __init__(self, kinds: TokenKinds, texts: TextEncoder) -> None:
         self._kinds = kinds
@@ -284,7 +285,8 @@ def _encode_one(
 
 
 def _behind(anchor: str, parts: list[str], kinds: TokenKinds) -> list[list[int]] | None:
-    """Encode the parts, all but the first behind `anchor`; None where it merges with one."""
+    """Encode the parts, each but the first behind the text `anchor`; None where tokens merge
+    across that border."""
     first, *later = kinds.encode([parts[0], *(anchor + part for part in parts[1:])])
     before = kinds.encode([anchor])[0] if anchor else []
     if any(ids[: len(before)] != before for ids in later):

@@ -19,7 +19,7 @@ BATCH_ROWS = 1 << 14
 
 
 class Encoder:
-    """Encodes rows, and notes what is worth telling."""
+    """Encodes rows, and notes what the user should know."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Encoder:
             raise self.nothing()
 
     def nothing(self) -> BadInput:
-        """Return the error for data of which nothing can be trained on."""
+        """Return the error for data without anything to train on."""
         if not self.notes.rows:
             return BadInput("the data has no documents")
         if self.notes.refused:

@@ -24,7 +24,7 @@ class SampleRefused(BadInput):
 
 @dataclass(slots=True)
 class Noted:
-    """How many rows something was noticed in, and the first one's place."""
+    """How many rows have a peculiarity, and the first one's place."""
 
     rows: int
     first: str
@@ -32,7 +32,7 @@ class Noted:
 
 @dataclass(slots=True)
 class Notes:
-    """What was noticed in the rows so far."""
+    """Peculiarities of the rows so far."""
 
     rows: int = 0
     left_out: dict[str, Noted] = field(default_factory=dict)  # by what a template leaves out
@@ -46,7 +46,7 @@ class Notes:
     refusals: dict[str, Noted] = field(default_factory=dict)  # by reason
 
     def leaves_out(self, row: Row, names: set[str]) -> None:
-        """Count what the rendering of `row` lacks."""
+        """Count the parts of `row` that its rendering lacks."""
         for name in sorted(names):
             noted = self.left_out.setdefault(name, Noted(0, str(row.origin)))
             noted.rows += 1
@@ -75,7 +75,7 @@ class Notes:
 
     @classmethod
     def from_json(cls, kept: dict[str, Any]) -> Notes:
-        """Read what `as_json` made."""
+        """Read the result of `as_json`."""
         noted = {name: {what: Noted(*one) for what, one in kept[name].items()} for name in _NOTED}
         ends = Counter({int(token): count for token, count in kept["ends"].items()})
         return cls(**{**kept, **noted, "ends": ends})

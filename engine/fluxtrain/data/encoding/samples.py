@@ -23,7 +23,7 @@ class Sample:
 
 
 def sample_of(row: Row, ids: list[int], marks: list[bool] | None = None) -> Sample:
-    """Make a sample of lists."""
+    """Make a sample from lists of token ids and marks."""
     return Sample(
         row=row,
         ids=np.asarray(ids, dtype=np.uint32),

@@ -27,7 +27,7 @@ class TextEncoder:
         ]
 
     def bordered(self, row: Row, ids: list[int], notes: Notes) -> tuple[list[int], int]:
-        """Put the special tokens around the tokens of a text that it does not hold already.
+        """Add the special tokens around a text's tokens that it does not hold already.
 
         Returns the tokens, and how many were put in front.
         """

@@ -68,7 +68,7 @@ class TokenKinds:
         return encoded(self._tokenizer, texts)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens, special ones with it."""
+        """Return the text of tokens, special ones included."""
         return str(
             self._tokenizer.decode(
                 list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False

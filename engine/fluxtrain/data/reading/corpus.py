@@ -172,8 +172,8 @@ class Reading:
 
 @contextmanager
 def readings_of(corpora: Sequence[Corpus]) -> Iterator[list[Reading]]:
-    """Begin to read corpora of one run. At the end the report of the first holds what all of them
-    found, repeated rows among it."""
+    """Begin to read corpora of one run. In the end the first one's report holds the findings of
+    all, with repeated rows."""
     with RepeatSearch() as search:
         readings: list[Reading] = []
         for corpus in corpora:

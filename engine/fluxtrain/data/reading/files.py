@@ -99,14 +99,15 @@ def _names(path: Path, folder: Path, words: Sequence[str]) -> bool:
 
 
 def _root_of(pattern: str) -> Path:
-    """Return the folder that a glob begins in: what stands before its first magic part."""
+    """Return the folder that a glob begins in: the path before its first magic part."""
     parts = Path(pattern).parts
     magic = next((at for at, part in enumerate(parts) if glob.has_magic(part)), len(parts))
     return Path(*parts[:magic])
 
 
 def _refuse_leaving(paths: Sequence[Path], folder: Path, key: str) -> None:
-    """Raise BadInput for a path that leads out of its folder to a file, which nobody has named."""
+    """Raise BadInput for a path that leads out of its folder to a file that the user
+    did not name."""
     for path in paths:
         real = leaves(path, folder)
         if real is not None and real.exists():
@@ -117,7 +118,7 @@ def _refuse_leaving(paths: Sequence[Path], folder: Path, key: str) -> None:
 
 
 def _visible(folder: Path, key: str) -> list[Path]:
-    """Return all that is not a folder, at any depth, but for names that begin with a dot."""
+    """Return all paths that are no folders, at any depth, except names that begin with a dot."""
     found: list[Path] = []
     seen: set[str] = set()  # folders, so that links to one above end
     for here, inner, names in os.walk(folder, onerror=_refuse, followlinks=True):

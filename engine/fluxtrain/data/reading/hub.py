@@ -86,7 +86,7 @@ class _HubItems:
 
     @property
     def share(self) -> float:
-        """Return the share of rows that were read; where their number is not known, of none."""
+        """Return the share of rows read so far; 0 where their number is unknown."""
         return min(1.0, self._read / self._rows) if self._rows else 0.0
 
     def __iter__(self) -> Iterator[Record]:

@@ -35,11 +35,11 @@ _NEVER_PLAIN = ("csv", "tsv", "parquet", "arrow")
 
 
 class Items(Protocol):
-    """What a part holds, from its beginning; a context manager."""
+    """The content of a part, from its beginning; a context manager."""
 
     @property
     def share(self) -> float:
-        """Return which part was read, from 0 to 1."""
+        """Return the fraction of the part read so far."""
 
     def __enter__(self) -> Items: ...
     def __exit__(

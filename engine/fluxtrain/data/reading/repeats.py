@@ -94,7 +94,7 @@ class RepeatSearch:
             self._add("ids", digest, file, row.origin.number)
 
     def describe(self, report: Report, names: Sequence[str], border: int | None = None) -> None:
-        """Write into `report` what was found; from the file `border` on it is held-out data."""
+        """Write the findings into `report`; files from `border` on are held-out data."""
         border = len(names) if border is None else border
         documents, ids = self.found("documents", border), self.found("ids", border)
         if self._given_up:

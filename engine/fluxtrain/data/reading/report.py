@@ -13,7 +13,7 @@ LISTED = 10  # bad rows that are looked for before a refusal, and reasons that a
 
 
 def likewise(rows: int) -> str:
-    """Say behind a row how many more were refused for the same reason; "" for none."""
+    """Say after a row how many more were refused for the same reason; "" for none."""
     return "" if rows < 2 else f" (and {rows - 1:,} more row{'s' * (rows > 2)})"
 
 
@@ -43,7 +43,7 @@ class Report:
             self.problems[problem.said] = (first, before + rows)
 
     def add(self, other: Report) -> None:
-        """Count what another reading found as well."""
+        """Add the counts of another reading."""
         self.rows += other.rows
         self.blank += other.blank
         self.bad += other.bad

@@ -17,7 +17,7 @@ MOST_WEIGHT = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadRequest:
-    """What is read, and how; as the configuration says it."""
+    """The data to read, and how, by the configuration."""
 
     entries: tuple[Entry, ...]
     held_out: tuple[Entry, ...] = ()  # empty: a share of the rows is held out
@@ -40,7 +40,7 @@ class ReadRequest:
 
 
 def read_request(data: Mapping[str, Any]) -> ReadRequest:
-    """Return the request that a plain `data` section means; what it lacks has the defaults."""
+    """Return the request of a plain `data` section; missing keys have the defaults."""
     rules = KeyRules(
         shape=data.get("format") or "auto",
         columns=dict(data.get("columns") or {}),

@@ -27,7 +27,7 @@ CHARACTERS_PER_TOKEN = 4.0  # English prose and BPE vocabularies of 32k to 150k 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled:
-    """The first rows of the data, their share of it, and what was found in more of it."""
+    """The first rows of the data, their share of it, and the findings in more of it."""
 
     rows: list[Row]
     share: float  # of the documents that an epoch draws; 1 is all

@@ -142,7 +142,7 @@ def _with_the_rest(
     template: ChatTemplate,
     made: list[Rendering],
 ) -> str:
-    """Return the whole conversation behind its last trained answer, where it begins with `text`."""
+    """Return the whole conversation, after its last trained answer, where it begins with `text`."""
     if made or index + 1 == len(messages):
         return text
     try:
@@ -174,7 +174,8 @@ def _common(one: str, other: str) -> int:
 
 
 def _prompt(asked: Sequence[Message], row: Row, template: ChatTemplate) -> str:
-    """Return what the model would go on from; empty where the template needs a message first."""
+    """Return the text that the model would continue; empty where the template needs a message
+    first."""
     if not asked:
         return ""
     try:

@@ -60,7 +60,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, opened: bool = False
     ) -> str:
-        """Render a conversation; `opened` ends it with what an answer of the model follows.
+        """Render a conversation; `opened` ends it with the beginning of an answer of the model.
 
         Raises TemplateRefused with the template's own words, and BadInput where memory runs out.
         """
@@ -75,7 +75,7 @@ class ChatTemplate:
     def render_tagged(
         self, messages: Sequence[Message], tools: Sequence[Tool] = ()
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Render a conversation, and return where in the text `{% generation %}` stands around."""
+        """Render a conversation, and return the ranges of text inside `{% generation %}`."""
         from transformers.utils import chat_template_utils
 
         _render: Any = chat_template_utils.render_jinja_template  # its annotations are wrong
@@ -123,10 +123,11 @@ class ChatTemplate:
 
     @cached_property
     def arguments(self) -> Literal["object", "string"]:
-        """How the template wants the arguments of a tool call: as an object, or as its JSON.
+        """Return the form of a tool call's arguments that the template takes: an object, or its
+        JSON.
 
-        Templates of the first kind write an object's JSON, those of the second the string as it is;
-        given the other, they write a string in quotes or a Python dictionary, or fail.
+        Templates of the first kind write an object's JSON, those of the second the string as it
+        is; given the other, they write a string in quotes or a Python dictionary, or fail.
         """
         forms: dict[Literal["object", "string"], str | None] = {
             "object": self._called({_PROBE_KEY: _PROBE_VALUE}),
@@ -191,7 +192,7 @@ class ChatTemplate:
 
 @contextlib.contextmanager
 def _failures_refused() -> Iterator[None]:
-    """Raise what a template does with content that it does not know as TemplateRefused."""
+    """Raise TemplateRefused where a template fails on content that it does not know."""
     try:
         yield
     except MemoryError:

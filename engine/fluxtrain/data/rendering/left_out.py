@@ -24,9 +24,9 @@ _OF_ROLES = {
 
 
 def left_out(row: Row, texts: list[str]) -> set[str]:
-    """Name what of `row` is in none of `texts`, all that the model sees of it.
+    """Name the parts of `row` that are in none of `texts`, which are all that the model gets.
 
-    White space does not count, as templates trim it, nor does what comes behind the last trained
+    White space does not count, as templates trim it, nor does anything behind the last trained
     answer.
     """
     trained = [i for i, m in enumerate(row.messages) if m["role"] == "assistant" and row.weights[i]]
@@ -59,7 +59,7 @@ def lost_answer(row: Row, texts: list[str], after_question: bool = False) -> str
 
 
 class _Seen:
-    """A text that was made of `parts`, to look in with and without its white space."""
+    """A text made of `parts`, to search with and without its white space."""
 
     def __init__(
         self, texts: list[str], parts: list[tuple[str, str]], tools: Iterable[dict[str, Any]] = ()
@@ -106,7 +106,8 @@ def _dense(text: str) -> str:
 
 
 def _parts(message: Message) -> Iterator[tuple[str, str]]:
-    """Yield the parts of a message that a template may leave out: what each is, and its words."""
+    """Yield the parts of a message that a template may leave out: the kind of each, and
+    its words."""
     content = message.get("content") or ""
     if message["role"] == "assistant" and "</think>" in content:
         thought, _, content = content.rpartition("</think>")

@@ -85,7 +85,7 @@ class UnclearColumns(BadInput):
 
 def readings_of(values: Mapping[str, Any], shape: str = "auto") -> tuple[list[ColumnReading], bool]:
     """Return the ways to read columns with these names and values as `shape` (auto: as any), and
-    whether the first is the only one that anybody could mean."""
+    whether only the first is plausible."""
     strings = {key: _plain_name(key) for key, value in values.items() if isinstance(value, str)}
     prompts, answers = _named(strings, _PROMPTS), _named(strings, _ANSWERS)
     speakers = _named(strings, _SPEAKERS)
@@ -104,7 +104,7 @@ def readings_of(values: Mapping[str, Any], shape: str = "auto") -> tuple[list[Co
 
 
 def told(readings: Sequence[ColumnReading]) -> str:
-    """Say which settings choose each of the readings."""
+    """Name the settings that choose each of the readings."""
     shown = [" with ".join(one.settings) for one in readings[:_MOST]]
     more = f", or one of {len(readings) - _MOST} more" * (len(readings) > _MOST)
     return f"set {', or '.join(shown)}{more}"

@@ -115,7 +115,7 @@ class PeakBytes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepSeconds(msgspec.Struct, frozen=True, kw_only=True):
-    """How long a step takes: the plan's word, and the median of the steps after the first."""
+    """Seconds of a step: predicted, and the median of the steps after the first."""
 
     predicted: float | None
     measured: float

@@ -66,7 +66,7 @@ class CopyMemory:
                 self._maker = maker
 
     def begin(self) -> None:
-        """Use the memory from its beginning again: nothing reads what was there."""
+        """Use the memory from its beginning again: nothing reads its content."""
         self._stops.set()
         if self._maker is not None:
             self._maker.join()
@@ -79,16 +79,15 @@ class CopyMemory:
             self._in_use = False
 
     def give_back(self) -> None:
-        """Give the pages back, unless copies are in them; the next ones are made as they are
-        written."""
+        """Free the pages, unless copies are in them; later copies make new pages as they write."""
         self._stops.set()
         with self._lock:
             if not self._in_use:
                 self._arena.forget()
 
     def like(self, tensor: Tensor) -> Tensor:
-        """Return memory for a copy of a tensor, contiguous and in its shape; fresh memory where
-        there is no more."""
+        """Return memory for a contiguous copy of a tensor in its shape; fresh memory once this is
+        full."""
         size_bytes = aligned(tensor.nbytes)
         with self._lock:
             at = self._used_bytes
@@ -179,7 +178,7 @@ class BackgroundWrite:
         self._writer.join()
 
     def _give_up(self) -> None:
-        """Let the updates go on, and the copies end."""
+        """Let the updates continue, and end the copies."""
         with self._room:
             self._given_up = True
             self._room.notify_all()

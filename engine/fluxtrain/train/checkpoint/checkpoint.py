@@ -190,8 +190,8 @@ def _size_bytes(path: Path) -> int:
 def prune(root: Path, keep: int, step: int, best_step: int | None = None) -> None:
     """Remove all but the `keep` newest checkpoints up to `step`.
 
-    The one of `best_step` takes the place of the oldest of them, where two or more are kept. Later
-    ones stay, because a run that continued from an earlier checkpoint would lose them.
+    The one of `best_step` replaces the oldest of them, where two or more are kept. Later ones
+    stay, because a run that continued from an earlier checkpoint would lose them.
     """
     past = [path for path in list_checkpoints(root) if path.name <= step_folder(root, step).name]
     kept = past[:keep]
@@ -204,8 +204,8 @@ def prune(root: Path, keep: int, step: int, best_step: int | None = None) -> Non
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint that may be gone already; rename it first, so that a kill leaves no half
-    of it under its name."""
+    """Remove a checkpoint, which may be gone already. It is renamed first, so that a kill leaves
+    no half of it under its name."""
     doomed = path.with_name(f"{_TEMPORARY}old-{path.name}")
     with suppress(FileNotFoundError):
         path.rename(doomed)
@@ -232,7 +232,7 @@ def _remove_own(path: Path) -> None:
 
 
 def _keep(path: Path) -> None:
-    """Give what others put in the place of a checkpoint, or into it, a name that no run uses."""
+    """Rename foreign files in the place of a checkpoint, or in it, to a name that no run uses."""
     name = f"kept-from-{path.name.removeprefix(_TEMPORARY).removeprefix('old-')}"
     taken = (path.with_name(f"{name}-{number}" if number else name) for number in range(1000))
     path.rename(next(place for place in taken if not os.path.lexists(place)))

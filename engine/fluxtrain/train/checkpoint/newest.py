@@ -26,7 +26,7 @@ _RATE, _WARMUP = "learning rate", "train.warmup_steps"
 
 
 class BeyondEnd(Damaged):
-    """A checkpoint is of a step that the run does not have (any more)."""
+    """A checkpoint's step is after the run's last one."""
 
 
 def newest_resumable(
@@ -75,7 +75,7 @@ def older_resumable(
 
 
 def with_cure(damage: Damaged) -> Damaged:
-    """Add what to do about a damaged checkpoint that the user named."""
+    """Add the cure for a damaged checkpoint that the user named."""
     return Damaged(
         f"{damage}: name another checkpoint, or the run's folder to go on from its newest whole one"
     )
@@ -83,7 +83,7 @@ def with_cure(damage: Damaged) -> Damaged:
 
 @contextmanager
 def damage_in_words_of(checkpoint: Checkpoint, kind: type[BadInput] = BadInput) -> Iterator[None]:
-    """Raise Damaged for what a part of the run refuses to be restored to."""
+    """Raise Damaged for a state that a component of the run refuses."""
     try:
         yield
     except kind as error:
@@ -140,8 +140,8 @@ def changed_settings(path: Path, old: dict[str, Any], new: dict[str, Any]) -> li
 
 
 def chunk_rows_of(content: dict[str, Any], asked: int | None, warn: Callable[[str], None]) -> int:
-    """Return the chunk that a run goes on with: the one it had, as losses depend on it, unless the
-    user has set another one since (`asked`; None: it is not set)."""
+    """Return the chunk of a resumed run: the former one, as losses depend on it, unless the user
+    has set another one since (`asked`; None: not set)."""
     had: int = content["chunk_rows"]
     if asked is None or asked in (had, content.get("chunk_rows_set", asked)):
         return had
@@ -157,8 +157,8 @@ def fingerprint(
 ) -> dict[str, Any]:
     """Return the settings that must be equal to resume exactly; compared key by key.
 
-    `learning_rate` was chosen where the configuration leaves it to the trainer.
-    `base`: the key of the model's weight files. It counts where checkpoints hold no frozen weights.
+    `learning_rate` is the chosen one where the configuration leaves it to the trainer. `base`: the
+    key of the model's weight files. It counts where checkpoints hold no frozen weights.
     """
     settings = config.train.model_dump(mode="json")
     keys = (
@@ -178,7 +178,7 @@ def fingerprint(
 
 
 def _method(config: RunConfig, base: str) -> dict[str, Any]:
-    """Return the method, with what decides the result of adapters."""
+    """Return the method, with the settings that decide an adapter's result."""
     chosen = config.method.model_dump(mode="json")
     if chosen["name"] == "full":
         return {"method": "full"}

@@ -79,7 +79,7 @@ def _tensor(text: str) -> Tensor:
 
 
 def tell_of_threads(before: int, warn: Callable[[str], None]) -> None:
-    """Warn where a sum is shared by another number of threads than `before`, and so rounded
+    """Warn where sums are shared by another number of threads than `before`, and so rounded
     otherwise."""
     now = torch.get_num_threads()
     if before != now:

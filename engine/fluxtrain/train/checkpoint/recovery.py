@@ -197,7 +197,7 @@ def may_keep_tokens(wished: str) -> bool:
 
 
 def has_run(run_dir: RunDir) -> bool:
-    """Return whether a run was started here before. A folder `checkpoints` alone does not tell:
+    """Return whether a run was started here before. A folder `checkpoints` alone proves nothing:
     other programs use that name too."""
     if run_dir.journal.exists():
         return True
@@ -257,9 +257,9 @@ def _refuse_others_files(chosen: RunDir) -> None:
 
 
 def _is_of_a_run(path: Path, run_dir: RunDir) -> bool:
-    """Return whether a file is of a run, by what each kind holds: a run's facts, a plan's choices,
-    an exit code, the process that has the run (none once it let go), or the head of a ring. Links
-    count as the run's own: the code that writes there refuses them."""
+    """Return whether a file belongs to a run, by the content of each kind: a run's facts, a plan's
+    choices, an exit code, the process that has the run (none once it let go), or the head of a
+    ring. Links count as the run's own: the code that writes to them refuses them."""
     if path == run_dir.pid:
         return path.is_symlink() or not path.stat().st_size or run_dir.user() is not None
     if path == run_dir.timeline:

@@ -34,8 +34,8 @@ class RunState:
     changed: list[str] = field(default_factory=list)  # what resumes set anew, and from which step
 
     def evaluates(self, held_out: str | None) -> bool:
-        """Note the fingerprint of what the next evaluations are of; return whether they cannot be
-        compared with those so far, of which none is the best any more."""
+        """Note the fingerprint of the rows for the next evaluations; return whether they differ
+        from the earlier ones, which then can no longer be the best."""
         before, self.held_out = self.held_out, held_out
         if before in (None, held_out) or self.best_loss is None:
             return False

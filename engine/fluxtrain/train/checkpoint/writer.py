@@ -111,8 +111,8 @@ class CheckpointWriter:
         self.read_bytes = self.written_bytes = 0
 
     def follow(self, holding: Holding, state_bytes: int = 0) -> None:
-        """Look where the run's folder is before each checkpoint, and from time to time. A
-        checkpoint holds `state_bytes`, where that is known."""
+        """Check where the run's folder is before each checkpoint, and from time to time. A
+        checkpoint holds `state_bytes`, where known."""
         self._state_bytes = state_bytes
         self._look, self._glance = holding.look, holding.glance
         holding.followed_by(self._moved)
@@ -123,8 +123,10 @@ class CheckpointWriter:
             self.last = replace(self.last, path=new / self.last.path.relative_to(old))
 
     def _ready(self) -> None:
-        """Make the folder where it is missing; put aside what stands in its place. Raises OSError,
-        and BadInput as `Holding.look`."""
+        """Make the folder where it is missing; move anything else in its place aside.
+
+        Raises OSError, and BadInput as `Holding.look`.
+        """
         self._look()
         root = self._root
         if os.path.lexists(root) and not is_plain_folder(root):
@@ -176,7 +178,8 @@ class CheckpointWriter:
             )
 
     def _begins(self, state: RunState, engine: Engine, data: Cursor) -> bool:
-        """Begin to save the run in the background; return whether it may be, and there is room."""
+        """Begin to save the run in the background, where allowed and possible; return whether it
+        began."""
         if not self.budget_bytes or self._failed or self._standing(state.step) is not None:
             return False
         self._started_s = time.monotonic()
@@ -314,7 +317,7 @@ class CheckpointWriter:
             self._announcer.warn(f"an older checkpoint cannot be removed ({_reason_of(error)})")
 
     def _note(self, written: Checkpoint, seconds: float, held_s: float | None) -> None:
-        """Tell of a checkpoint that is whole, and count what it cost."""
+        """Announce a complete checkpoint, and count its cost."""
         self.last, self._failed = written, False
         self._cadence.done(written.step, seconds if held_s is None else held_s)
         self.written_bytes += written.bytes
@@ -438,7 +441,7 @@ class CheckpointWriter:
         )
 
     def _standing(self, step: int) -> Checkpoint | None:
-        """Return the checkpoint of `step` if it is the last one, and nobody has removed it."""
+        """Return the checkpoint of `step` if it is the last one and still exists."""
         last = self.last
         return last if last is not None and last.step == step and _stands(last) else None
 
@@ -456,7 +459,7 @@ class CheckpointWriter:
 
 
 def _stands(last: Checkpoint) -> bool:
-    """Return whether a checkpoint that was whole is still there."""
+    """Return whether a complete checkpoint still exists."""
     return (last.path / MANIFEST).is_file()
 
 

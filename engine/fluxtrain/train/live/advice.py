@@ -86,7 +86,7 @@ def with_change(facts: RunFacts, change: Change) -> LiveSettings | None:
 
 
 def free_bytes(facts: RunFacts) -> float:
-    """Return what is free of the device's budget, less a reserve; without a GPU of the host."""
+    """Return the free bytes of the device's budget, less a reserve; without a GPU of the host."""
     budget = facts.run.placement.budget_of(0)
     if budget is None:
         available = facts.memory.host_available_bytes
@@ -377,7 +377,7 @@ def _data(facts: RunFacts) -> Advice | None:
 
 
 def _memory(facts: RunFacts) -> Advice | None:
-    """Advise to free memory where the host reclaims or swaps."""
+    """Advise freeing memory where the host reclaims or swaps."""
     run, share = facts.run, facts.pressure_share
     if share is None:
         return None

@@ -45,7 +45,7 @@ def keeps_bits(name: SettingName) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class LiveSettings:
-    """What is in force between two changes."""
+    """The settings in force between two changes."""
 
     rows: tuple[GroupPlacement, ...]  # the placement table
     slots: tuple[int, ...]  # that each card's streamed blocks share, where so many stream

@@ -18,10 +18,10 @@ _SLICE_S = 0.2  # a stop is heard so soon
 
 
 class DiskWait:
-    """Repeats what the disk refused until there is room, a stop is asked for, or time is over.
+    """Repeats a refused write until the disk has room, a stop is asked for, or time is over.
 
-    The run's thread waits, and says so as its phase; other threads go on. Limits of a process on
-    the size of a file are not waited for, as nobody can lift them.
+    The run's thread waits, and says so as its phase; other threads continue. A process's limit on
+    the size of files is not waited for, as nobody can lift it.
     """
 
     def __init__(
@@ -89,7 +89,8 @@ class DiskWait:
 
 
 def _is_for_good(error: BaseException) -> bool:
-    """Return whether the refusal is a limit on the size of files, which no tidying lifts."""
+    """Return whether the refusal is a limit on the size of files, which freeing space does not
+    lift."""
     while error.__cause__ is not None:
         error = error.__cause__
     return isinstance(error, OSError) and error.errno == errno.EFBIG

@@ -62,7 +62,7 @@ class Forecast:
         return self._as_run(_time(found, steps))
 
     def _as_run(self, time: PlannedTime) -> PlannedTime:
-        """Correct a time by what steps of the last run took, where that was far from predicted."""
+        """Correct a time by the steps of the last run, where they took far from the prediction."""
         times = self.constants.run_times
         return PlannedTime(
             step_s=time.step_s * times,
