@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fluxtrain.commands.preview import preview, table
 from fluxtrain.config.schema import demo_config, load_config
 from fluxtrain.core.device import disk
 from fluxtrain.core.device.disk import WeightsFile
@@ -160,3 +161,11 @@ def test_where_frozen_weights_may_live(
     assert unusable in home.unusable and bool(home.unusable) is bool(unusable)
     full = ModelFacts(groups=(replace(block, file_bytes=0),))
     assert placing.disk_home(demo_config(), full, None, here=True) is None
+
+
+def test_the_short_plan_names_weights_on_disk(run_config: MakeConfig) -> None:
+    answer = preview(load_config(run_config(model__dtype="bf16"), METHODS["qlora"]))
+    assert "weights on disk" not in table(answer)
+    told = ev.ChoiceMade(name="weights on disk", value="2 of 3 blocks", because="8 s a step")
+    short = table(msgspec.structs.replace(answer, choices=(*answer.choices, told)))
+    assert "weights on disk: 2 of 3 blocks: 8 s a step" in short

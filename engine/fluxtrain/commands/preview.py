@@ -32,6 +32,7 @@ from fluxtrain.models.loading import ModelSource, open_empty
 from fluxtrain.plan.facts import Capacity, ModelFacts
 from fluxtrain.plan.machine_file import PlannedMachine
 from fluxtrain.plan.placement import Placement
+from fluxtrain.plan.reasons import WEIGHTS_ON_DISK
 from fluxtrain.train.inputs import DEMO
 from fluxtrain.train.placing.forecast import (
     card_lines,
@@ -237,6 +238,7 @@ def table(plan: PlanAnswer, *, whole: bool = False) -> str:
         f"host memory {_of(plan.host_bytes, plan.host_limit_bytes)}, {plan.steps_text}",
         *card_lines(plan.cards, plan.left_out, model.blocks),
         *plan_lines(plan),
+        *(f"{c.name}: {c.value}: {c.because}" for c in plan.choices if c.name == WEIGHTS_ON_DISK),
         *plan.notes,
         "",
     ]

@@ -41,6 +41,7 @@ from fluxtrain.units import bytes_text, count_text, duration_text, rate_text
 
 SHORTEST_TOKENS = 32  # nobody is told to train on less
 HIDDEN_TIMES = 2.0  # the computation against the copies: one slow transfer delays nothing
+WEIGHTS_ON_DISK = "weights on disk"  # no setting
 DEFERRED, WITH_WEIGHTS = "deferred", "with_weights"
 _HOST_BOUND = ("update", "host memory")
 _KEEPS_NONE = "every block computes its activations again: no room is left to keep them"
@@ -359,7 +360,7 @@ def _disk_choice(best: Option) -> tuple[ChoiceMade, ...]:
         f"are {costs}{network}"
     )
     value = f"{len(away)} of {best.dealt.facts.layers} blocks"
-    return (ChoiceMade(name="weights on disk", value=value, because=because),)
+    return (ChoiceMade(name=WEIGHTS_ON_DISK, value=value, because=because),)
 
 
 # -- several cards -----------------------------------------------------------------------------
