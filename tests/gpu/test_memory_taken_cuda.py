@@ -17,6 +17,7 @@ from fluxtrain.data.demo import demo_files
 from fluxtrain.events import events as ev
 from fluxtrain.events.journal import read_events
 from fluxtrain.methods.text_task import CausalLM
+from fluxtrain.train import inputs
 from fluxtrain.train import loop as loops
 from fluxtrain.train import run as runs
 from fluxtrain.train.checkpoint.recovery import locate
@@ -165,10 +166,11 @@ MUST_GIVE_UP = {*STEP, "evaluation"}
 
 
 def take_when(monkeypatch: pytest.MonkeyPatch, phase: str, thief: Thief) -> None:
-    """Take the memory where the phase begins, once; give it back where the next step begins."""
+    """Take the memory where the phase begins, once; give it back where the next step begins,
+    or where the model is loaded again."""
     owner, name = PHASES[phase]
     real: Callable[..., Any] = getattr(owner, name)
-    compute = TrainingLoop._compute_until_it_fits
+    compute, checked = TrainingLoop._compute_until_it_fits, inputs.refuse_before_loading
     calls, wanted = 0, TAKEN_AT_STEP if phase in COUNTED else 1
 
     def begins(*given: Any, **more: Any) -> Any:
@@ -176,9 +178,12 @@ def take_when(monkeypatch: pytest.MonkeyPatch, phase: str, thief: Thief) -> None
         calls += 1
         if calls == wanted:
             thief.take(leaves_needed=phase in STEP)
-        elif phase == "loading":  # the second time
-            thief.give_back()
         return real(*given, **more)
+
+    def loads_again(*given: Any) -> None:
+        if thief.taken:
+            thief.give_back()
+        checked(*given)
 
     def next_step(self: TrainingLoop) -> Any:
         if thief.taken:
@@ -186,6 +191,7 @@ def take_when(monkeypatch: pytest.MonkeyPatch, phase: str, thief: Thief) -> None
         return compute(self)
 
     monkeypatch.setattr(owner, name, begins)
+    monkeypatch.setattr(inputs, "refuse_before_loading", loads_again)
     monkeypatch.setattr(TrainingLoop, "_compute_until_it_fits", next_step)
 
 
