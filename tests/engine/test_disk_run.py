@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from fluxtrain.commands.preview import preview, table
-from fluxtrain.config.schema import demo_config, load_config
+from fluxtrain.config.schema import load_config
 from fluxtrain.core.device import disk
 from fluxtrain.core.device.disk import WeightsFile
 from fluxtrain.core.quantization.packed_cache import cache_folder
@@ -141,26 +141,49 @@ def test_without_the_cache_weights_on_disk_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("given", "kind", "unusable", "on_network"),
+    ("allowed", "kind", "unusable"),
     [
-        (["method.name=qlora"], "ext4", "", False),
-        (["method.name=lora"], "nfs4", "", True),
-        (["method.name=qlora"], "tmpfs", "is in memory itself", False),
-        (["method.name=qlora", "model.packed_cache=false"], "ext4", "packed_cache=true", False),
+        (True, "ext4", ""),
+        (True, "nfs4", ""),
+        (True, "tmpfs", "is in memory itself"),
+        (False, "ext4", "packed_cache=true"),
     ],
 )
 def test_where_frozen_weights_may_live(
-    monkeypatch: pytest.MonkeyPatch, given: list[str], kind: str, unusable: str, on_network: bool
+    monkeypatch: pytest.MonkeyPatch, allowed: bool, kind: str, unusable: str
 ) -> None:
     seen = read_disk(Path("/"))
     found = msgspec.structs.replace(seen, in_memory=kind == "tmpfs", on_network=kind == "nfs4")
     monkeypatch.setattr(placing, "read_disk", lambda _: found)
     block = GroupFacts(name="0", kind="block", weight_bytes=9, frozen=4, file_bytes=8)
-    home = placing.disk_home(demo_config(given), ModelFacts(groups=(block,)), None, here=True)
-    assert home is not None and home.on_network is on_network
+    home = placing.disk_home(ModelFacts(groups=(block,)), {"disk_read": 2e9}, allowed=allowed)
+    assert home is not None and home.on_network is (kind == "nfs4")
+    assert home.read_bytes_per_s == 2e9
     assert unusable in home.unusable and bool(home.unusable) is bool(unusable)
     full = ModelFacts(groups=(replace(block, file_bytes=0),))
-    assert placing.disk_home(demo_config(), full, None, here=True) is None
+    assert placing.disk_home(full, {}, allowed=True) is None
+
+
+@pytest.mark.usefixtures("small_host")
+def test_a_base_of_other_values_in_the_same_files_gets_files_of_its_own(
+    run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as frozen parts of adapters, which no file of the base has."""
+    config = run_config(model__dtype="bf16", train__steps=1)
+    first = losses(run(config, tmp_path / "a", *METHODS["lora"]))
+    real = placing.wrapped
+
+    def scaled(made: Any, loaded: Any, *rest: Any) -> Any:
+        with torch.no_grad():
+            for name, parameter in loaded.model.named_parameters():
+                if "layers" in name and not parameter.requires_grad:
+                    parameter.data = parameter.data * 0.5
+        return real(made, loaded, *rest)
+
+    monkeypatch.setattr("fluxtrain.train.run.wrapped", scaled)
+    assert losses(run(config, tmp_path / "b", *METHODS["lora"])) != first
+    monkeypatch.setattr("fluxtrain.train.run.wrapped", real)
+    assert losses(run(config, tmp_path / "c", *METHODS["lora"])) == first
 
 
 def test_the_short_plan_names_weights_on_disk(run_config: MakeConfig) -> None:

@@ -109,6 +109,9 @@ def test_a_training_has_the_bits_of_one_in_memory(
         assert group.memory.flat_weights.nbytes <= max(1, held["host"])
     assert trained(streamed) == wanted
     assert same(bits(streamed), bits(base))
+    ids = torch.arange(24).view(2, 12)
+    with torch.no_grad():
+        assert torch.equal(streamed.eval()(ids).logits, base.eval()(ids).logits)
     assert engine.traffic().disk_read_bytes > 0
     again = wrapped(tmp_path / "b", storage, 3, **counts)  # from the files that are there
     assert trained(again) == wanted

@@ -33,7 +33,7 @@ from fluxtrain.plan.states import StorageFormat
 from fluxtrain.results.adapter.chosen_base import ChosenBase, chosen_base
 from fluxtrain.results.model_request import FoundModel, ModelRequest, find_model
 from fluxtrain.train.placing.cards import hold_to_budget
-from fluxtrain.train.placing.placing import capacity_of, packed_cache
+from fluxtrain.train.placing.placing import capacity_of, disk_home, packed_cache
 from fluxtrain.units import GIB, bytes_text
 
 if TYPE_CHECKING:  # peft is imported where there are adapters
@@ -232,7 +232,8 @@ def place_for_use(
     placement, used = _placed(loaded.name, facts, loaded.model, devices, request, asked)
     keeping: Keeping | None = None
     if storage != "plain" and loaded.weight_files:
-        keeping = partial(packed_cache, loaded, storage, tell)
+        away = {row.name for row in placement.groups if row.is_on("disk")}
+        keeping = partial(packed_cache, loaded, storage, tell, on_disk=away)
     how: dict[str, Any] = {"states": "fp32", "frozen": storage, "keeping": keeping}
     if len(used) > 1:
         how["cards"] = [one.index for one in used] if on_gpus else range(len(used))
@@ -278,11 +279,14 @@ def _placed(
 ) -> tuple[Placement, list[torch.device]]:
     """Place a model on as few devices as hold all blocks, or on all; or on the named ones."""
     least = len(devices) if request.cards is not None else 1
+    # not plain weights: among them are adapters, which other ones replace while it is used
+    packed = any(group.packed_bytes for group in facts.groups)
+    disk = disk_home(facts, {}, allowed=True) if packed else None
     found: tuple[Placement, list[torch.device]] | None = None
     refused: DoesNotFit | None = None
     for number in range(least, len(devices) + 1):
         try:
-            found = placed(facts, model, devices[:number], asked)
+            found = placed(facts, model, devices[:number], asked, disk=disk)
         except DoesNotFit as error:
             refused = refused or error
             continue

@@ -89,8 +89,11 @@ def put_in_file(segment: Segment, group: str, kept: KeptWeights, *, drops: bool)
         _pack_members(segment, segment.packed, stored, group, drops=drops)
     elif not found:
         for member in segment.members:
+            weight = member.parameter.detach()
             with torch.no_grad():
-                member.slice(stored.view(segment.dtype)).copy_(member.parameter.detach())
+                member.slice(stored.view(segment.dtype)).copy_(weight)
+            if drops:
+                drop(weight)
     segment.file = WeightsFile(kept.home_of(name, None if found else stored), size, sums_of(stored))
 
 

@@ -14,7 +14,7 @@ from fluxtrain.errors import BadInput, DoesNotFit
 from fluxtrain.machine.gpu import Gpus
 from fluxtrain.machine.machine import read_machine
 from fluxtrain.machine.seen_cards import is_full
-from fluxtrain.plan.capacity import CardCapacity, CardsCapacity
+from fluxtrain.plan.capacity import CardCapacity, CardsCapacity, DiskHome
 from fluxtrain.plan.choose import place
 from fluxtrain.plan.facts import Capacity, ModelFacts
 from fluxtrain.plan.placement import Placement
@@ -156,6 +156,7 @@ def placed(
     asked: RunRequest,
     *,
     all_of_them: bool = True,
+    disk: DiskHome | None = None,
 ) -> tuple[Placement, list[torch.device]]:
     """Place a model whose rows nobody knows yet; also return the devices that compute, in the order
     of the placement's cards. Blocks that share weights are computed on one; `all_of_them` False
@@ -166,13 +167,13 @@ def placed(
     shares = any(group.kind == "block" and group.users > 1 for group in facts.groups)
     if len(devices) == 1 or shares:
         first = devices[0]
-        return place(facts, free_capacity(model, first), asked), [first]
+        return place(facts, free_capacity(model, first), asked, disk=disk), [first]
     capacities = cards_capacity(model, devices, judges=not all_of_them)
     numbers = tuple(card.index for card in capacities.cards)
     parallel = ParallelRequest(cards=numbers if all_of_them else "auto")
     try:
-        found = place(facts, capacities, asked, parallel)
+        found = place(facts, capacities, asked, parallel, disk=disk)
     except DoesNotFit:  # perhaps on the current card alone
-        found = place(facts, replace(capacities, current=None), asked, parallel)
+        found = place(facts, replace(capacities, current=None), asked, parallel, disk=disk)
     at = {card.index: device for card, device in zip(capacities.cards, devices, strict=True)}
     return found, [devices[0] if card.index is None else at[card.index] for card in found.cards]

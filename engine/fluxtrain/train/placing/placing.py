@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from fluxtrain.core.wrap.engine import Engine
 
 
+_BEGINNING = 2048  # elements of a weight, by which others of the same name are told apart
 SURELY_HELD = 0.7  # of the free host memory: a model that takes less has no weights on disk
 
 
@@ -181,7 +183,8 @@ def decide(
             cards = cards_of(config, machine, device, budget_bytes)
         if cards is not None and len(cards.cards) == 1 and config.parallel == ParallelRequest():
             cards = None
-    share, disk = dial_share(config), disk_home(config, facts, constants, here=capacity is None)
+    share, per_s = dial_share(config), {} if constants is None else constants.per_s
+    disk = disk_home(facts, per_s, allowed=config.model.packed_cache, here=capacity is None)
     if cards is None:
         alone = capacity or capacity_of(machine, device)
         placement = place(facts, alone, asked, rates=first, share=share, disk=disk)
@@ -205,25 +208,26 @@ def decide(
 
 
 def disk_home(
-    config: RunConfig, facts: ModelFacts, constants: Constants | None, *, here: bool
+    facts: ModelFacts, per_s: Mapping[str, float | None], *, allowed: bool, here: bool = True
 ) -> DiskHome | None:
-    """Return where frozen weights of a run may live that the host cannot hold; None: it has none.
-    `here`: on this machine."""
+    """Return where frozen weights may live that the host cannot hold; None: there are none.
+
+    per_s: rates of the probe. allowed: model.packed_cache. here: on this machine.
+    """
     if not any(group.kind == "block" and group.file_bytes for group in facts.groups):
         return None
     found = read_disk(cache_folder())
     folder, unusable = str(cache_folder()), ""
-    if not config.model.packed_cache:
+    if not allowed:
         unusable = "model.packed_cache=true lets frozen weights that do not fit live on disk"
     elif here and found.in_memory:
         unusable = (
             f"frozen weights cannot live in {folder}, which is in memory itself: set "
             "XDG_CACHE_HOME to a folder on a disk"
         )
-    rate = None if constants is None else constants.per_s.get("disk_read")
     return DiskHome(
         folder=folder,
-        read_bytes_per_s=rate,
+        read_bytes_per_s=per_s.get("disk_read"),
         unusable=unusable,
         on_network=here and found.on_network is True,
     )
@@ -233,7 +237,8 @@ def with_disk_rate(
     constants: Constants, config: RunConfig, facts: ModelFacts, machine: Machine
 ) -> Constants:
     """Measure how fast files of frozen weights are read, where some may have to live on disk."""
-    home, available = disk_home(config, facts, constants, here=True), machine.memory_available_bytes
+    home = disk_home(facts, constants.per_s, allowed=config.model.packed_cache)
+    available = machine.memory_available_bytes
     if home is None or home.unusable or available is None:
         return constants
     if facts.host_bytes < SURELY_HELD * available:
@@ -409,6 +414,7 @@ def packed_cache(
     sizes: dict[str, int] = {}
     homes: list[str] = []
     parameters: list[Parameter] = []
+    beginnings = hashlib.sha256()
     for group in groups:
         plain = group.file_segments if group.kind == "block" else []
         for segment in plain if frozen == "plain" else group.packed_segments:
@@ -417,8 +423,13 @@ def packed_cache(
             parameters += [
                 (f"{group.name}.{m.name}", tuple(m.shape), segment.dtype) for m in segment.members
             ]
+            for member in segment.members if frozen == "plain" else ():
+                few = member.parameter.detach().reshape(-1)[:_BEGINNING].cpu()
+                beginnings.update(few.view(torch.uint8).numpy().data)
+    # plain weights may be no file's: frozen parts of adapters, which are drawn or trained anew
+    more = [beginnings.hexdigest()] if frozen == "plain" else []
     try:
-        key = cache_key(frozen, loaded.weight_files, parameters)
+        key = cache_key(frozen, loaded.weight_files, parameters, more)
     except OSError as error:
         raise BadInput(f"the model's weights cannot be read any more: {error}") from error
     return PackedCache(key, sizes, say, homes=homes)
