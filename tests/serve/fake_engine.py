@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,11 @@ def evaluate(folder: str) -> None:
 
 
 def _worker_runs() -> bool:
-    siblings = psutil.Process(os.getppid()).children()
-    return any("generate" in one.cmdline() for one in siblings if one.pid != os.getpid())
+    for one in psutil.Process(os.getppid()).children():
+        with suppress(psutil.Error):  # it ends meanwhile
+            if "generate" in one.cmdline():
+                return True
+    return False
 
 
 def train(path: str, run_dir: str) -> None:
