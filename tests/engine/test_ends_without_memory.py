@@ -64,7 +64,7 @@ def test_a_checkpoint_that_finds_no_memory_for_copies_is_written_without(
 ) -> None:
     monkeypatch.setattr(background, "_copied", ran_out)
     events = run(run_config(train__checkpoint_every=1), tmp_path / "run")
-    assert "written beside the training (CUDA out of memory" in warnings(events)
+    assert "written during the training (CUDA out of memory" in warnings(events)
     written = [event for event in events if isinstance(event, ev.CheckpointWritten)]
     assert [event.step for event in written] == [2, 3, 4]
     assert all(event.held_s is None for event in written), "training waited for all of them"

@@ -85,7 +85,7 @@ def test_a_base_with_the_same_shapes_and_other_weights(
     tensors = load_file(base / "model.safetensors")
     tensors["model.norm.weight"] += 1
     save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
-    refused(tmp_path / "run", "not the base that .* trained beside.*--other-base", tmp_path)
+    refused(tmp_path / "run", "not the base that .* trained on.*--other-base", tmp_path)
     assert exported(tmp_path / "run", other_base=True, dtype="fp32").kind == "merged"
 
 

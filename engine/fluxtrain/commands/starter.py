@@ -20,7 +20,7 @@ COMMENTS = {
     "data.path": "a .jsonl, .csv, .parquet or .txt file, a folder, hf://datasets/owner/name",
     "data.sequence_length": "sequence length in tokens; auto: from the lengths of your data",
     "data.held_out": "the share of the data that is evaluated on, and never trained on",
-    "method.name": "full: every weight; lora: small adapters; qlora: beside packed weights",
+    "method.name": "full: every weight; lora: small adapters; qlora: adapters on packed weights",
     "train.epochs": "passes over the data; or `steps: 1000` in place of it",
     "train.learning_rate": "the peak; auto: 2e-5 for full, 2e-4 for adapters",
     "train.batch_rows": "rows of a step; auto: by free memory and the data",

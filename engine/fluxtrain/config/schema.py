@@ -45,7 +45,7 @@ class ModelSettings(Section):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         default="auto",
         description="precision of weights and activations, also as bf16, fp16, fp32; bfloat16 and "
-        "float16 have exact fp32 masters beside them, float16 a loss scale too; auto takes "
+        "float16 also have exact fp32 masters, float16 a loss scale too; auto takes "
         "bfloat16 on a card that has it (compute capability 8.0), float16 on one from 7.0, and "
         "without a card the model's own",
     )
@@ -72,8 +72,8 @@ class MethodSettings(Section):
 
     name: Literal["full", "lora", "qlora"] = Field(
         default="full",
-        description="full: every weight is trained; lora: low-rank adapters beside the frozen "
-        "weights of linear layers; qlora: the same beside weights packed in 4 or 8 bits",
+        description="full: every weight is trained; lora: low-rank adapters on the frozen "
+        "weights of linear layers; qlora: the same on weights packed in 4 or 8 bits",
     )
     rank: Positive = Field(
         default=16, description="rank of the adapters; more learns more, and takes more memory"
@@ -155,7 +155,7 @@ class TrainSettings(Section):
     moments: Literal["auto", "with_weights", "deferred"] = Field(
         default="auto",
         description="when fp32 moments of weights on the host are updated: together "
-        "with_weights, or deferred until all weights are, beside the next backward pass (the same "
+        "with_weights, or deferred until all weights are, during the next backward pass (the same "
         "bits); auto defers where a GPU's step is predicted to be shorter",
     )
     optimizer: OptimizerName = Field(

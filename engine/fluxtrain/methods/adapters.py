@@ -79,8 +79,8 @@ def find_targets(model: PreTrainedModel, wanted: str | Sequence[str]) -> Targets
         because = "as set"
     if not chosen:
         raise BadInput(
-            f"{type(model).__name__} has no linear layers beside its head, which adapters could "
-            "stand beside: name the layers in method.targets, or use method.name=full"
+            f"{type(model).__name__} has no linear layers except its head to put adapters "
+            "on: name the layers in method.targets, or use method.name=full"
         )
     return Targets(layers=tuple(chosen), names=_for_peft(model, chosen), because=because)
 
@@ -198,7 +198,7 @@ def _because(model: nn.Module, chosen: Iterable[str], whys: dict[str, str]) -> s
         without["matrices in one parameter"] = stacked
     left = [f"{_few(names)} ({why})" for why, names in without.items()]
     told = f"linear layers that text passes through: {_few(dict.fromkeys(map(_last, chosen)))}"
-    return f"{told}; none beside {', '.join(left)}" if left else told
+    return f"{told}; none on {', '.join(left)}" if left else told
 
 
 def _for_peft(model: nn.Module, chosen: Sequence[str]) -> list[str]:

@@ -107,7 +107,7 @@ class Task(ABC, Generic[B]):
     source: str  # the name of the data, for messages
     choices: Sequence[ChoiceMade]  # what was chosen for the data, such as its format
     uneven: bool  # some rows may take more memory than typical ones: `fullest` returns them
-    ends: Sequence[int]  # tokens at which answers end, and so generation shall; none without text
+    ends: Sequence[int]  # tokens at which answers and generation end; none without text
     prompt: SamplePrompt | None  # that the trained model continues at the end
 
     @abstractmethod

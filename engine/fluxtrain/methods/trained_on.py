@@ -1,4 +1,4 @@
-"""What an adapter was trained beside: the dtype, the storage and the files of its base.
+"""What an adapter was trained on: the dtype, the storage and the files of its base.
 
 It lies in the metadata of the adapter's weights, which peft leaves alone, so that it stays with
 them wherever they are copied to.

@@ -136,7 +136,7 @@ def try_saving(loaded: LoadedModel, write: Callable[[Path], None], beside: Path)
     Raises BadInput for what cannot be written or read; later, it would be said when the training is
     done. Raises NoSpace or BadInput, which name TMPDIR, where neither folder takes it.
     """
-    what = f"what stands beside the weights of {loaded.name}, saved to try it,"
+    what = f"the files beside the weights of {loaded.name}, saved to try it,"
     try:
         with temporary_folder("trial", what) as folder, written_in(folder, what):
             _try_in(folder, loaded, write)
@@ -177,7 +177,7 @@ def _tried(doing: str, loaded: LoadedModel, act: Callable[[], object]) -> None:
             raise refused from error
         words = " ".join(str(error).split())[:300] or type(error).__name__
         raise BadInput(
-            "the trained model could not be saved: what stands beside the weights of "
+            "the trained model could not be saved: the files beside the weights of "
             f"{loaded.name} cannot be {doing} ({words}): repair it in the model's folder; nothing "
             "is trained yet"
         ) from error

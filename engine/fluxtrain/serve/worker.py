@@ -69,7 +69,7 @@ class _Worker:
             self.why = str(error)
         if not self.ready.done():
             self.ready.set_exception(Refusal(f"the model cannot be opened: {self.why}", status=503))
-            self.ready.exception()  # told to whoever waits, if anybody does
+            self.ready.exception()  # reported to the caller that waits, if any
         for asked in self.waiting.values():
             asked.put_nowait(None)
 

@@ -129,7 +129,7 @@ class Window:
             flat = self.device.for_copies(device_flat(self.device.torch_device, size_bytes))
         except torch.OutOfMemoryError as error:
             raise DoesNotFit(
-                f"a device slot of {bytes_text(size_bytes)} does not fit beside the "
+                f"a device slot of {bytes_text(size_bytes)} does not fit with the "
                 f"{bytes_text(self.size_bytes)} of slots already there: use offload='max', or "
                 "close other programs on this GPU"
             ) from error

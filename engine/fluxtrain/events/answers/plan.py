@@ -48,7 +48,7 @@ class PlannedMethod(msgspec.Struct, frozen=True, kw_only=True):
         if self.frozen_bytes:
             sizes.append(f"{bytes_text(self.frozen_bytes)} as they are")
         return (
-            f"{self.name}: adapters of rank {self.rank} with {trained} are trained beside {others} "
+            f"{self.name}: adapters of rank {self.rank} with {trained} are trained on {others} "
             f"frozen ones, {', '.join(sizes) or 'nothing'}; the adapter's file takes "
             f"{bytes_text(self.saved_bytes)}"
         )

@@ -1,1 +1,1 @@
-"""Read an adapter, check it, and put it beside its base."""
+"""Read an adapter, check it, and put it on its base."""

@@ -1,4 +1,4 @@
-"""Puts an adapter beside its base, by peft: a loaded one to compute, or an empty one to merge.
+"""Puts an adapter on its base, by peft: a loaded one to compute, or an empty one to merge.
 
 Merging needs no weights of the base at once: peft's own classes merge one layer at a time, with
 weights that are put into it for as long as that takes.
@@ -74,7 +74,7 @@ class Attached:
                     raise
                 told = str(error) or "peft has no way to do it"
                 raise BadInput(
-                    f"{name} cannot be merged: {told}: use the adapter beside its base"
+                    f"{name} cannot be merged: {told}: use the adapter with its base"
                 ) from error
             found: Tensor = getattr(layer.get_base_layer(), own).detach()
             layer.merged_adapters.clear()

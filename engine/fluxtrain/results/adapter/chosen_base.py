@@ -152,7 +152,7 @@ def _chosen(request: UseRequest, source: AdapterSource, name: str, folder: Path)
         )
     if known.key and known.key != base_key(files.weights) and not request.other_base:
         raise BadInput(
-            f"{folder} is not the base that {source.folder} was trained beside: its weight files "
+            f"{folder} is not the base that {source.folder} was trained on: its weight files "
             "are others; name the right one with --base, or add --other-base if it holds the same "
             "weights in other files"
         )

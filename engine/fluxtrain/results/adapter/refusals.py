@@ -160,7 +160,7 @@ def _refuse_other_dtypes(folder: Path, tensors: Mapping[str, Any]) -> None:
         )
 
 
-# -- beside its base -------------------------------------------------------------------------------
+# -- on its base ----------------------------------------------------------------------------------
 
 
 @contextmanager

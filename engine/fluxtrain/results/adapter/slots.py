@@ -178,7 +178,7 @@ def adapter_to_mount(folder: Path, base_key: str, storage: str, dtype: str) -> A
     ):
         if own != theirs:
             raise BadInput(
-                f"{folder} was trained beside a base of {what} {theirs[:16]}, and the open one has "
+                f"{folder} was trained on a base of {what} {theirs[:16]}, and the open one has "
                 f"{own[:16]}: open its base in the same way, with --packed or --dtype"
             )
     return source

@@ -231,7 +231,7 @@ def _notes(request: ExportRequest, base: ChosenBase) -> tuple[str, ...]:
     if base.storage == "plain":
         return ("the base was not packed in training, so --onto changes nothing",)
     return (
-        f"the adapter was trained beside weights packed as {base.storage}: beside the original "
+        f"the adapter was trained on weights packed as {base.storage}: on the original "
         "ones it computes something else than was trained",
     )
 

@@ -111,7 +111,7 @@ def refuse_rounded_away(found: ComparedLayers) -> None:
         raise Disagrees(
             f"the merged weights would hold {found.kept:.0%} of what the adapter changes: it is "
             f"smaller than the rounding of their dtype; {_CURE}: use --dtype fp32, or the adapter "
-            "beside its base"
+            "with its base"
         )
 
 

@@ -70,7 +70,7 @@ class Merge:
                 raise BadInput(
                     f"training packed {name} as one, and the files of {self.base.files.folder} "
                     "hold it in several tensors, which packing each alone would make others of: "
-                    "use --onto original, or the adapter beside its base"
+                    "use --onto original, or the adapter with its base"
                 )
 
     def tensors(self) -> Iterator[tuple[PlannedTensor, str]]:

@@ -266,7 +266,7 @@ class CheckpointWriter:
         self._failed = True
         reason = _reason_of(error) if isinstance(error, OSError) else first_line(error)
         self._announcer.warn(
-            f"the checkpoint of step {step} could not be written beside the training ({reason}): "
+            f"the checkpoint of step {step} could not be written during the training ({reason}): "
             f"the next checkpoint follows at once{waits}"
         )
 

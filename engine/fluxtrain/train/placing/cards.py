@@ -49,7 +49,7 @@ def hold_to_budget(budget_gib: float | None, others: Iterable[int] = ()) -> int 
     left_bytes = budget_bytes - context_bytes
     if left_bytes < _SMALLEST_BYTES:
         raise DoesNotFit(
-            f"placement.budget_gib={budget_gib:g} leaves nothing beside the "
+            f"placement.budget_gib={budget_gib:g} leaves nothing after the "
             f"{bytes_text(context_bytes)} that CUDA itself takes: set at least "
             f"{(context_bytes + GIB) / GIB:.1f}"
         )
