@@ -32,7 +32,7 @@ _HELP = "Ctrl-C stops an answer, Ctrl-D or /quit leaves, /new forgets what was s
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """What the command line asks for."""
+    """The options of the command line."""
 
     model: ModelRequest
     sampling: Sampling
@@ -53,7 +53,8 @@ class GenerationRequest:
             raise BadInput("--rows is of --prompts: a chat has one answer at a time")
 
     def asked(self) -> list[UserPrompt] | None:
-        """Return the prompts to answer; None for a chat. Raises BadInput for what is none."""
+        """Return the prompts to answer; None for a chat. Raises BadInput for anything that is no
+        prompt."""
         if self.prompt is not None:
             if not self.prompt.strip():
                 raise BadInput("--prompt is empty: write something to answer")
@@ -165,8 +166,11 @@ class Chat:
         tell: Tell,
         stopping: Stopping,
     ) -> None:
-        """ask: returns the next line, or raises EOFError; show: gets pieces of an answer as they
-        come; tell: gets everything else."""
+        """Prepare a chat.
+
+        ask: returns the next line, or raises EOFError; show: gets pieces of an answer as they
+        come; tell: gets everything else.
+        """
         self._session, self._ask, self._stopping = session, ask, stopping
         self._show, self._tell = show, tell
         self._said: list[dict[str, Any]] = []
@@ -228,14 +232,16 @@ def chat(request: GenerationRequest, tell: Tell) -> None:
 
 
 def show_piece(text: str) -> None:
-    """Print a piece of an answer, without what a terminal would obey."""
+    """Print a piece of an answer, without codes that a terminal would obey."""
     sys.stdout.write(printable_lines(text))
     sys.stdout.flush()
 
 
 def asking() -> Callable[[], str]:
-    """Return what reads a line: with a prompt and line editing where a person types. Bytes that are
-    no text come as Python's marks of them, and are refused with their line."""
+    """Return a function that reads a line: with a prompt and line editing where a person types.
+
+    Bytes that are no text come as Python's marks of them, and are refused with their line.
+    """
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
     if not sys.stdin.isatty():

@@ -97,7 +97,7 @@ def inspect(config: RunConfig, whole: bool = False) -> InspectionAnswer:
 
 
 def _stopping(notes: Notes, tokenizer: Any) -> list[str]:
-    """Say what answers end with, where the tokenizer's own end of sequence is another token."""
+    """Name the end of answers, where the tokenizer's own end of sequence is another token."""
     ends = [end for end, _ in notes.ends.most_common() if end != tokenizer.eos_token_id]
     names = ", ".join(tokenizer.convert_ids_to_tokens(ends))
     own = tokenizer.eos_token or "nothing"

@@ -22,7 +22,7 @@ def folder_of(text: str) -> Path:
 
 
 def overrides_of(sets: list[str] | None, steps: int | None, device: str | None) -> list[str]:
-    """Return what options ask for as overrides of the configuration."""
+    """Return the options as overrides of the configuration."""
     overrides = list(sets or [])
     if steps is not None:
         overrides.append(f"train.steps={steps}")

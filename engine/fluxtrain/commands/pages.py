@@ -7,7 +7,7 @@ from fluxtrain.units import bytes_text, duration_text
 
 
 def evaluation_page(found: EvaluationAnswer) -> str:
-    """Say how well the model predicts, and what was computed."""
+    """Report how well the model predicts, and on which data."""
     data = found.data if found.data.startswith("held out of ") else f"of {found.data}"
     base = f" on {found.base}" if found.base else ""
     perplexity = "beyond any number" if found.perplexity is None else f"{found.perplexity:.4g}"
@@ -25,7 +25,7 @@ def evaluation_page(found: EvaluationAnswer) -> str:
 
 
 def export_page(found: ExportAnswer) -> str:
-    """Say what was written, and how far it is from what was trained."""
+    """Report the written files, and their difference from the trained model."""
     size = f"{bytes_text(found.bytes)} in {found.files} files, {duration_text(found.seconds)}"
     if found.kind == "adapter":
         lines = [

@@ -106,9 +106,9 @@ def _flat(raw: Mapping[str, object]) -> dict[str, object]:
 def write_starter(
     path: Path, model: str | None, data: str | None, overrides: Sequence[str] = ()
 ) -> None:
-    """Write a starter file; a file that is there already stays as it is.
+    """Write a starter file; an existing file stays as it is.
 
-    Raises BadInput where it is there, cannot be written, or would not run, and NoSpace on a full
+    Raises BadInput where it exists, cannot be written, or would not run, and NoSpace on a full
     disk.
     """
     if path.is_dir():

@@ -148,5 +148,5 @@ ALIASES: dict[str, str] = {name: key for key, names in _KEYS.items() for name in
 
 
 def said_of(name: str) -> str:
-    """Return what is to be known of a value that another program has under `name`; or ""."""
+    """Return a note on a value that another program has under `name`; or ""."""
     return _SAYS.get(name, "")

@@ -126,7 +126,7 @@ class DataSettings(Section):
     @field_validator("token_cache", mode="before")
     @classmethod
     def _off_of_yaml(cls, value: Any) -> Any:
-        """Read false and no as `off`; refuse what says yes, which would name a folder."""
+        """Read false and no as `off`; refuse yes, which would name a folder."""
         word = str(value).lower() if isinstance(value, bool | str) else ""
         if word in ("on", "yes", "true", "y"):
             raise ValueError("must be auto, off, or a folder such as ./tokens")

@@ -38,7 +38,7 @@ class Loader(yaml.SafeLoader):
         return value
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Put what `<<:` names in its place, within a bound."""
+        """Replace `<<:` by the named content, within a bound."""
         for key_node, value_node in node.value:
             if key_node.tag != _MERGE:
                 continue
@@ -107,7 +107,7 @@ class NoValue(yaml.YAMLError):
 
 
 class Stated(Loader):
-    """A Loader that refuses what is left empty, where YAML would take it for null."""
+    """A Loader that refuses empty values, which YAML would take for null."""
 
     def get_single_node(self) -> yaml.Node:
         node = super().get_single_node()

@@ -90,7 +90,7 @@ class Emitter:
             self._seq += 1
 
     def close(self) -> None:
-        """Write to the pipe what it has room for, then close the journal and the pipe."""
+        """Write to the pipe as much as fits, then close the journal and the pipe."""
         with self._lock:
             self._closed = True
             if self._live:
@@ -183,8 +183,8 @@ class Announcer:
         self._listeners.append(listener)
 
     def emit(self, event: Event) -> None:
-        """Write a lifecycle event. Raises NoSpace once when the journal's disk is full, after what
-        `rewrites_with` was given did not help."""
+        """Write a lifecycle event. Raises NoSpace once when the journal's disk is full and the
+        function given to `rewrites_with` did not help."""
         if isinstance(event, StepFinished):
             self._step = event.step
         self._show(event)

@@ -121,7 +121,7 @@ class ChoiceMade(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlacedAlike(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Groups of parameters with equal rows in the placement table, and what the rows say."""
+    """Groups of parameters with equal rows in the placement table, and their row."""
 
     groups: str  # their numbers in forward order, as 0,2-5
     weights: str  # the tier where these live: device, host, disk
@@ -135,7 +135,7 @@ class PlacedAlike(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class SampleFit(msgspec.Struct, frozen=True, kw_only=True):
-    """How many samples (texts, or answers with what stands before them) fit into rows."""
+    """How many samples (texts, or answers with their context) fit into rows."""
 
     samples: int
     longer: int  # than a row
@@ -286,7 +286,7 @@ class Move(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class MovesMade(Gauge, frozen=True, kw_only=True, tag="moves"):
-    """The latest moves, oldest first, and how many there were in all."""
+    """The latest moves, oldest first, and the number of all moves."""
 
     moves: tuple[Move, ...]
     total: int

@@ -125,7 +125,7 @@ def tail_lines(path: Path, limit_bytes: int = TAIL_BYTES) -> list[bytes]:
 
 @dataclass(frozen=True)
 class JournalEnd:
-    """What the end of a journal tells; None and {} where it does not."""
+    """Facts from the end of a journal; None and {} where it has none."""
 
     last: AnyEvent | None = None  # the newest event
     step: StepFinished | None = None
@@ -163,13 +163,13 @@ def read_end(journal: Path) -> JournalEnd:
 
 
 def _newest_evaluation(lines: list[bytes]) -> EvaluationFinished | None:
-    """Return it from lines whose newest is first."""
+    """Return the newest evaluation from lines in reverse order."""
     events = (_glance(line) for line in lines if _EVALUATION in line)
     return next((event for event in events if isinstance(event, EvaluationFinished)), None)
 
 
 def first_hello(journal: Path) -> Hello | None:
-    """Return how a run began; None where its journal does not tell."""
+    """Return how a run began; None where its journal does not say."""
     try:
         with open_plain(journal) as file:
             event = _glance(file.read(1 << 16).partition(b"\n")[0])

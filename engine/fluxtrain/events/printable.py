@@ -16,7 +16,7 @@ UNPRINTABLE = "\N{REPLACEMENT CHARACTER}"
 
 
 def printable(text: str) -> str:
-    """Return `text` in one line: white space becomes a space, what is unprintable a mark.
+    """Return `text` in one line: white space becomes a space, an unprintable character a mark.
 
     Lone surrogates, which no terminal accepts, and marks of direction count as unprintable.
     """

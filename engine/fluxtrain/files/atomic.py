@@ -95,7 +95,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Atomic JSON, indented for people. A float that is not finite becomes null."""
+    """Write JSON atomically, indented for people. A float that is not finite becomes null."""
     write_bytes(path, msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
 
 
@@ -158,7 +158,8 @@ def _take_place(made: Path, folder: Path, earlier: Set[_Facts]) -> None:
 
 
 def _facts(folder: Path) -> Set[_Facts]:
-    """Return what tells the files in a folder, or the file in its place, from others."""
+    """Return facts that distinguish the files in a folder, or the file in its place,
+    from others."""
     found = set()
     for path in (folder, *folder.rglob("*")):
         with contextlib.suppress(FileNotFoundError):

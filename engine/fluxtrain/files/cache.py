@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Damaged(BadInput):
-    """A file is not what was written."""
+    """A file differs from what was written."""
 
 
 def cache_root() -> Path:
@@ -27,7 +27,7 @@ def cache_root() -> Path:
 
 
 def read_entry(path: Path, kind: type[T]) -> T | None:
-    """Return the value of `kind` in a JSON file; None where there is none, or something else."""
+    """Return the value of `kind` in a JSON file; None where it is missing or of another kind."""
     try:
         return msgspec.json.decode(read_plain(path, follow=True), type=kind)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -47,7 +47,8 @@ def write_sealed(path: Path, value: dict[str, Any]) -> None:
 
 
 def read_sealed(path: Path) -> dict[str, Any]:
-    """Return what `write_sealed` wrote. Raises Damaged where the file is missing or not whole."""
+    """Return the value written by `write_sealed`. Raises Damaged where the file is missing or
+    damaged."""
     try:
         guard, _, data = read_plain(path).partition(b"\n")
         if int(guard, 16) != zlib.crc32(data):

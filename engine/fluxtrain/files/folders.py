@@ -44,13 +44,13 @@ def unfinished_folder(parent: Path, prefix: str) -> Iterator[Path]:
 
 
 def finish(folder: Path) -> None:
-    """Take the mark away from a folder that is whole. Raises OSError."""
+    """Remove the mark from a complete folder. Raises OSError."""
     (folder / MARK).unlink(missing_ok=True)
 
 
 def remove_left(parent: Path) -> None:
-    """Remove what processes made with `unfinished_folder` that were killed; what living processes
-    make stays, and so does every folder without a mark."""
+    """Remove the folders that killed processes made with `unfinished_folder`; those of living
+    processes stay, and so does every folder without a mark."""
     try:
         names = os.listdir(parent)
     except OSError:
@@ -62,7 +62,7 @@ def remove_left(parent: Path) -> None:
 
 
 def _made(parent: Path, prefix: str) -> tuple[Path, int]:
-    """Make a folder with a locked mark; once more where it was taken for one that is left."""
+    """Make a folder with a locked mark; try again where another process took it for a leftover."""
     for _ in range(_TRIES):
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         try:
@@ -134,8 +134,8 @@ def is_at(path: Path, descriptor: int) -> bool:
 
 @contextlib.contextmanager
 def if_left(path: Path) -> Iterator[bool]:
-    """Lock a file that is there, and say whether nobody else holds it, so that what it guards is
-    left over. Raises OSError where it cannot be opened or locked."""
+    """Lock an existing file, and yield whether nobody else holds it, so that the guarded folder is
+    a leftover. Raises OSError where it cannot be opened or locked."""
     descriptor = open_to_write(path, os.O_RDWR)
     try:
         yield try_lock(descriptor) and is_at(path, descriptor)

@@ -67,7 +67,7 @@ def read_named(
     begun_s: float = BEGUN_S,
     silent_s: float = SILENT_S,
 ) -> bytes:
-    """Return the content of a file that the user names, which may be what a shell's `<(...)` gives.
+    """Return the content of a file that the user names, also of a shell's `<(...)`.
 
     Raises OSError for more than `limit_bytes`, for a pipe whose other end nobody opens within
     `begun_s`, and for one in which nothing comes for `silent_s`.
@@ -94,7 +94,7 @@ def read_named(
 
 
 def read_again(read: Callable[[], T], path: Path, stuck_s: float | None = None) -> T:
-    """Return what `read` returns; repeat it where the disk fails, or gives no answer in `stuck_s`
+    """Return the result of `read`; repeat it where the disk fails, or does not answer in `stuck_s`
     seconds (None: reading may take its time).
 
     Raises ReadFailed after several attempts, and other errors at once.
@@ -117,8 +117,8 @@ def read_again(read: Callable[[], T], path: Path, stuck_s: float | None = None) 
 
 
 def read_range(path: Path, offset: int, count: int, inode: int) -> bytes | None:
-    """Return `count` bytes of a file from `offset` on, as `read_again` does; None where another
-    file has taken its place, or none is there."""
+    """Return `count` bytes of a file from `offset` on, as `read_again` does; None where it was
+    replaced or removed."""
     try:
         return _cached(path, offset, count, inode)
     except OSError as error:
@@ -128,7 +128,7 @@ def read_range(path: Path, offset: int, count: int, inode: int) -> bytes | None:
 
 
 def _cached(path: Path, offset: int, count: int, inode: int) -> bytes | None:
-    """Read what is in memory already. Raises BlockingIOError where it is not."""
+    """Read bytes that are in memory already. Raises BlockingIOError for others."""
     if not hasattr(os, "RWF_NOWAIT"):
         raise BlockingIOError
     return _from_disk(path, offset, count, inode, os.RWF_NOWAIT)
@@ -220,8 +220,8 @@ def is_plain_folder(path: Path) -> bool:
 
 
 def refuse_odd(files: Iterable[Path], folders: Iterable[Path] = ()) -> None:
-    """Raise BadInput for `files` and `folders` that are there and are something else, such as a
-    link; whatever is missing passes."""
+    """Raise BadInput for existing `files` and `folders` that are something else, such as a link;
+    missing ones pass."""
     for paths, fitting in ((files, ("",)), (folders, ("a folder",))):
         for path in paths:
             if os.path.lexists(path) and (kind := kind_of(path)) not in fitting:

@@ -92,7 +92,7 @@ def moved_by(path: Path) -> str | None:
 
 
 def free_text(folder: Path) -> str:
-    """Return how much is free on the disk of a folder, which need not be there, as text."""
+    """Return the free space on the disk of a folder, which need not exist, as text."""
     for place in (folder, *folder.absolute().parents):
         with suppress(OSError):
             return bytes_text(shutil.disk_usage(place).free)

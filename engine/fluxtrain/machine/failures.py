@@ -109,7 +109,7 @@ def _cache_of_triton(error: OSError) -> Path | None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what an error says, or its kind."""
+    """Return the first line of an error's message, or its kind."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
 

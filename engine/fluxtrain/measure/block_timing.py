@@ -64,7 +64,7 @@ class BlockMarks:
 
 
 def repeat_steps(step: Callable[[], object], *, most: int, limit_s: float, least: int = 1) -> None:
-    """Run up to `most` steps, and none after `limit_s` once there are `least`."""
+    """Run up to `most` steps, and none after `limit_s` once `least` are done."""
     started_s = time.perf_counter()
     for count in range(1, most + 1):
         step()
@@ -97,7 +97,7 @@ WARMING = 2  # streamed steps: the first touches weights and gradients, the seco
 
 @dataclass
 class BlockTimes:
-    """Seconds and bytes of the steps at one size, by what took them."""
+    """Seconds and bytes of the steps at one size, by kind of work."""
 
     rows: int
     seconds: dict[str, list[float]] = field(default_factory=dict)
@@ -108,7 +108,7 @@ class BlockTimes:
     kept_bytes: int = 0  # activations of both copies, without recompute
 
     def add_step(self, **parts: float) -> None:
-        """Add the seconds of one step, by what took them."""
+        """Add the seconds of one step, by kind of work."""
         for name, seconds in parts.items():
             self.seconds.setdefault(name, []).append(seconds)
 
@@ -131,7 +131,7 @@ class BlockTimes:
         return sum(self.median(name) for name in parts if self.seconds.get(name))
 
     def median(self, name: str) -> float:
-        """Return the median seconds of what is called `name`."""
+        """Return the median seconds of the work called `name`."""
         return median(self.seconds[name])
 
 
@@ -221,8 +221,8 @@ class BlockTimer:
         times.take_larger_memory(other)
 
     def _run_without_recompute(self, batch: BoundBatch[Any], times: BlockTimes) -> None:
-        """Run the steps again with the blocks' activations kept, and add to `times` what differs:
-        the backward pass and the memory held."""
+        """Run the steps again with the blocks' activations kept, and add the differences to
+        `times`: the backward pass and the memory held."""
         kept = self._times = BlockTimes(times.rows)
         for unit in self._engine.units:
             unit.recomputes = unit.group.kind != "block"
@@ -282,7 +282,7 @@ class BlockTimer:
         return step
 
     def _add_to_times(self, step: _Marks) -> None:
-        """Add what a finished step took to the times of its size."""
+        """Add a finished step to the times of its size."""
         forward_s = self._between(step, "enters", "leaves")
         backward_s = self._between(step, "backward enters", "backward leaves")
         host_s = step.host_between("enters", "leaves") if self._on_gpu else 0.0

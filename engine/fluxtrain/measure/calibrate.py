@@ -72,7 +72,7 @@ _TimedSteps = tuple[dict[Kind, StepTimes], GroupFacts]
 
 
 class Patience:
-    """The time since a calibration began, against what it may take."""
+    """The time since a calibration began, against its limit."""
 
     def __init__(
         self, steps: int | None = None, clock: Callable[[], float] = time.monotonic

@@ -59,20 +59,20 @@ class Constants:
         return 0 if timed is None or self.is_new else timed.runtime_bytes
 
     def rates(self, *, has_gpu: bool) -> Rates | str:
-        """Return the rates for the cost model, or say what is missing."""
+        """Return the rates for the cost model, or the missing ones' names."""
         return rates_from(self.per_s, has_gpu=has_gpu, calibration=self.calibration)
 
     @property
     def timing(self) -> str:
-        """Return what predicted times rest on, for `predicted_text`."""
+        """Return the basis of predicted times, for `predicted_text`."""
         if self.calibration is None:
             return "assumed"
         disturbed = (self.calibration.others_share or 0.0) >= BUSY_SHARE and self.run_times == 1.0
         return "disturbed" if disturbed else "measured"
 
     def note_run(self, times: float) -> None:
-        """Keep that steps of a run took so many times what was predicted for it; nothing where that
-        was about right."""
+        """Keep the ratio of a run's step time to its prediction; nothing where that was about
+        right."""
         kept = None if self.place is None else read_kept(self.place, _Kept, FORMAT)
         if self.place is None or kept is None or 1 / FAR_OFF < times < FAR_OFF:
             return
@@ -94,7 +94,7 @@ class Constants:
 
 @dataclass(frozen=True, kw_only=True)
 class _Subject:
-    """What is measured: a shape of model on a machine, as a run will train it."""
+    """The subject of a measurement: a shape of model on a machine, as a run will train it."""
 
     facts: ModelFacts
     machine: Machine
@@ -184,7 +184,7 @@ def measure_constants(
     in_backward: bool = False,
     steps: int | None = None,
 ) -> Constants:
-    """Return `known_constants`; what is not known is measured now, in a few seconds, and kept.
+    """Return `known_constants`; unknown ones are measured now, in a few seconds, and kept.
 
     `batch_of`, `heavier_of` and `steps` are as for `calibrate`.
     """
@@ -248,7 +248,7 @@ def _timed_tokens(device: str) -> int:
 
 
 def _should_time_again(timed: Calibration) -> bool:
-    """Return whether what disturbed the measurement is gone now, or may be."""
+    """Return whether the disturbance of the measurement is gone now, or may be."""
     missed = timed.steps_not_timed
     return (missed is not None and not missed.lasts) or is_calm_after(timed.others_share)
 

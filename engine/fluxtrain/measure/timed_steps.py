@@ -70,7 +70,7 @@ Kind = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """What one kind of steps takes for each block."""
+    """Seconds of one kind of steps, for each block."""
 
     forward_s: float  # the host queues one block's pass in one chunk, less what it waits for
     backward_s: float
@@ -279,7 +279,7 @@ class _StepTimer:
         self._seen.optimizer_s.append(time.perf_counter() - started_s)
 
     def _queued_s(self, lanes: Mapping[str, Sequence[tuple[float, float]]]) -> tuple[float, float]:
-        """Return what the host took to queue a block's forward and backward pass in these steps."""
+        """Return the host's seconds to queue a block's forward and backward pass in these steps."""
         waits = [*lanes.get("host", []), *lanes.get("stall", [])]
         return _between(self._seen.forwards, waits), _between(self._seen.backwards, waits)
 

@@ -27,7 +27,7 @@ FRESH_RATE = 3e-3
 
 
 class Method(Protocol):
-    """What a run calls of its method."""
+    """A run's interface to its method."""
 
     usual_rate: float  # peak learning rate for a model with trained weights
 
@@ -73,7 +73,7 @@ class Method(Protocol):
 
 
 class _TextMethod:
-    """What methods over rows of text have in common."""
+    """The common code of methods over rows of text."""
 
     def task(
         self,
@@ -96,7 +96,7 @@ class FullFineTuning(_TextMethod):
         return ()
 
     def frozen_storage(self, settings: MethodSettings) -> StorageFormat:
-        """Keep what the model itself has frozen in its dtype."""
+        """Keep the model's own frozen weights in their dtype."""
         return "plain"
 
     def saved_bytes(self, facts: ModelFacts) -> int:

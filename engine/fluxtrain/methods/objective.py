@@ -84,7 +84,7 @@ class TrainingData(Cursor, Protocol[B_co]):
 
 @dataclass(frozen=True, kw_only=True)
 class BoundTask(Generic[B]):
-    """What the loop runs: a task whose batches have their size."""
+    """A task whose batches have their size, as the loop runs it."""
 
     objective: Objective[B]
     data: TrainingData[B]
@@ -101,7 +101,7 @@ class SamplePrompt:
 
 @dataclass(frozen=True, kw_only=True)
 class Task(ABC, Generic[B]):
-    """What a run learns, whole: the objective, and every batch that anything asks for."""
+    """The whole training task: the objective, and every batch."""
 
     objective: Objective[B]
     source: str  # the name of the data, for messages
@@ -112,7 +112,7 @@ class Task(ABC, Generic[B]):
 
     @abstractmethod
     def notes(self, part: Part) -> Sequence[str]:
-        """Return what a person should know of the data before a part is used, a sentence each."""
+        """Return notes on the data for a person, a sentence each, before a part is used."""
 
     @abstractmethod
     def rows(self, part: Part) -> int:
@@ -120,7 +120,7 @@ class Task(ABC, Generic[B]):
 
     @abstractmethod
     def fingerprint(self, part: Part) -> str | None:
-        """Return what changes whenever these rows do; None where the part has no rows."""
+        """Return a value that changes whenever these rows do; None where the part has no rows."""
 
     @abstractmethod
     def sample_fit(self) -> SampleFit:

@@ -54,7 +54,7 @@ def _kind(module: nn.Module, name: str) -> str:
 
 
 class Optimizer(Protocol):
-    """What the training loop and its checkpoints call of an optimizer."""
+    """The training loop's and the checkpoints' interface to an optimizer."""
 
     updates_in_backward: bool  # whether `begin_in_backward` may be called
 

@@ -28,7 +28,7 @@ Forward = Callable[[], Any]
 
 
 def cross_entropy_and_rest(model: nn.Module, forward: Forward) -> tuple[Tensor, Tensor | None]:
-    """Call `forward`, which runs `model` with labels; return its cross entropy, and what else is in
+    """Call `forward`, which runs `model` with labels; return its cross entropy, and the rest of
     its loss: None for models that add nothing."""
     if not _adds_terms(model):
         loss: Tensor = forward().loss
@@ -124,7 +124,7 @@ class TextTask(Task[Batch]):
     seed: int
 
     def notes(self, part: Part) -> list[str]:
-        """Return what reading left out, what repeats, and what does not fit into rows."""
+        """Return notes on left-out, repeated, and too long rows."""
         data = self.data
         held = data.held_out
         few = few_held_out(held.fit.samples, held.token_count, data.documents)
@@ -209,7 +209,7 @@ def text_task(
 
 
 def counted(fit: Fit) -> SampleFit:
-    """Return the counts as the plan, `inspect` and the journal tell them."""
+    """Return the counts for the plan, `inspect` and the journal."""
     return SampleFit(
         samples=fit.samples,
         longer=fit.longer,
@@ -220,7 +220,7 @@ def counted(fit: Fit) -> SampleFit:
 
 
 def read_as(corpus: Corpus) -> ChoiceMade:
-    """Say what the data is read as, and why."""
+    """Say how the data is read, and why."""
     shapes = dict.fromkeys(part.shape for part in corpus.parts)
     first = corpus.parts[0]
     more = f"; and {len(corpus.parts) - 1} more files" if len(corpus.parts) > 1 else ""

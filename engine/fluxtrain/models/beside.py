@@ -60,7 +60,7 @@ class Beside:
 
 
 def read_beside(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Beside:
-    """Read what is carried over of a model's folder, whose tokenizer was just loaded."""
+    """Read the files to carry over from a model's folder, whose tokenizer was just loaded."""
     files = {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in files_beside(folder)
@@ -105,8 +105,11 @@ def write_adapter_files(
 
 
 def generation_settings(model: PreTrainedModel, beside: Beside) -> dict[str, Any] | None:
-    """Return the folder's own generation settings with what training has set; None for a model
-    without any. transformers itself refuses to write settings of which it doubts the sense."""
+    """Return the folder's own generation settings with training's changes; None for a model
+    without any.
+
+    transformers itself refuses to write settings that it finds doubtful.
+    """
     known: GenerationConfig | None = getattr(model, "generation_config", None)
     if known is None:
         return None

@@ -62,7 +62,7 @@ def save_model(
 def try_saving_model(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, beside: Beside
 ) -> None:
-    """Write what `save_model` will, without the weights, to a folder that is there."""
+    """Write the files of `save_model`, without the weights, to an existing folder."""
     _save_pretrained(model, folder, state_dict={})
     for path in folder.glob("model*.safetensors"):
         path.unlink()

@@ -67,7 +67,7 @@ class ModelSource:
 
     @staticmethod
     def of(settings: Any, capability: Capability | None = None, seed: int = 0) -> ModelSource:
-        """Return what the section `model` of a configuration names."""
+        """Return the source that the section `model` of a configuration names."""
         return ModelSource(
             path=settings.path,
             revision=settings.revision,
@@ -333,10 +333,10 @@ class EmptyModel:
 
 
 def open_empty(source: ModelSource, *, weightless: bool = False) -> EmptyModel:
-    """Make a model without its weights, of which nothing is downloaded.
+    """Make a model without its weights; none of them are downloaded.
 
-    weightless: a folder without weights will do.
-    Raises BadInput where its configuration or a file is missing or damaged.
+    weightless: a folder without weights will do. Raises BadInput where its configuration or a file
+    is missing or damaged.
     """
     files: ModelFiles | None = None
     if source.path == DEMO:

@@ -38,7 +38,7 @@ _LARGEST_EXPONENT = 709.0  # of a float
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRequest:
-    """What the command line asks for."""
+    """The options of the command line."""
 
     model: ModelRequest
     data: str | None = None  # None: what the run held out
@@ -73,7 +73,7 @@ def evaluate_model(request: EvaluationRequest, tell: Tell) -> EvaluationAnswer:
 
 
 def _config(request: EvaluationRequest, found: FoundModel) -> RunConfig:
-    """Return the settings of the data: the run's own, with what is asked for."""
+    """Return the settings of the data: the run's own, changed by the options."""
     if request.data is None and found.run is None:
         raise BadInput(
             f"{request.model.named} is no run, which knows what it held out: name the data as well"
@@ -95,7 +95,7 @@ def _config(request: EvaluationRequest, found: FoundModel) -> RunConfig:
 
 
 def _refuse_missing_data(config: RunConfig) -> None:
-    """Raise BadInput for data that is not there, before the model is read."""
+    """Raise BadInput for missing data, before the model is read."""
     if config.data.path != DEMO:
         read_request(config.data.model_dump()).corpus()
 

@@ -82,14 +82,14 @@ class RunCheckpoint:
         return replace(loaded, base_key=content["fingerprint"].get("model.weights", ""))
 
     def save(self, request: UseRequest, folder: Path) -> LoadedModel:
-        """Write the model or the adapter as the run saves it at its end; return what was loaded."""
+        """Write the model or the adapter as the run saves it at its end; return the loaded one."""
         loaded = self.load(request)
         method_of(self.run).save(loaded, self.run.method, folder)
         return loaded
 
     @contextmanager
     def adapter(self, request: UseRequest) -> Iterator[AdapterSource]:
-        """Write the adapter to a temporary folder, and read it there."""
+        """Write the adapter to a temporary folder, and read it from that."""
         from fluxtrain.results.adapter.source import read_adapter  # peft
 
         with temporary_folder("adapter", "the checkpoint's adapter") as made:

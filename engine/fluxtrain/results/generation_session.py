@@ -36,7 +36,7 @@ SHARE = 0.5  # of the memory that is left, for prompts
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What one token of an answer takes."""
+    """The seconds of one token of an answer."""
 
     pass_s: float
     # keys and values of one row, by device: a block's are where it computes
@@ -180,7 +180,7 @@ class GenerationSession:
 
 
 class Batches:
-    """The prompts of a file, as many in a pass as there is memory for."""
+    """The prompts of a file, as many in a pass as fit in memory."""
 
     def __init__(
         self, session: GenerationSession, prompts: Sequence[UserPrompt], rows: int | None

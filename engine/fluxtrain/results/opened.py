@@ -45,7 +45,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedModel:
-    """A wrapped model in evaluation mode, and what belongs to it."""
+    """A wrapped model in evaluation mode, with its tokenizer and facts."""
 
     model: PreTrainedModel
     engine: Engine
@@ -77,7 +77,7 @@ class OpenedModel:
 def open_model(request: ModelRequest, tell: Tell) -> OpenedModel:
     """Find, load and place a model; `tell` is called with the progress.
 
-    Raises BadInput where something is missing or damaged, DoesNotFit where memory lacks.
+    Raises BadInput for missing or damaged files, DoesNotFit where memory is too small.
     """
     request.check_values()
     found = find_model(request.named, request.step)
@@ -130,7 +130,7 @@ def _loaded(
     device: torch.device,
     fits: Callable[[PreTrainedModel, Copied], None],
 ) -> LoadedModel:
-    """Load a model of which all weights were trained."""
+    """Load a model all of whose weights were trained."""
     if found.checkpoint is not None:
         return found.checkpoint.load(request, fits)
     source = ModelSource(

@@ -62,7 +62,7 @@ class Stopping:
 def serve(
     session: GenerationSession, lines: Iterable[bytes], send: Send, stopping: Stopping
 ) -> None:
-    """Answer the asks of `lines` until they end, as many at once as there is memory for.
+    """Answer the asks of `lines` until they end, as many at once as fit in memory.
 
     A thread reads them, so that asks, stops and mounts are heard between two passes.
     """
@@ -71,7 +71,7 @@ def serve(
     has_ended = False
 
     def hear() -> None:
-        """Take what has come; where nothing is to be done, wait for it."""
+        """Take the lines that have come; wait for one where nothing else is to do."""
         nonlocal has_ended
         while not has_ended and not (answering.is_busy and heard.empty()):
             line = heard.get()
@@ -117,7 +117,7 @@ class _Answering:
         return bool(self._batch.rows or self._waiting or self._alone)
 
     def take(self, line: Ask | Stop | Mount | Unmount | Refused) -> None:
-        """Do what a line asks for."""
+        """Carry out a line."""
         try:
             if isinstance(line, Ask):
                 self._waiting.append(self._row(line))
@@ -132,7 +132,7 @@ class _Answering:
             self._send(Refused(id=name, message=str(error), later=isinstance(error, Busy)))
 
     def stop(self, name: str) -> None:
-        """End one answer with what there is of it, or all ("")."""
+        """End one answer with its text so far, or all ("")."""
         for row in (*self._batch.rows, *self._waiting, *filter(None, [self._alone])):
             if name in ("", row.id):
                 row.ended = "stopped"
@@ -190,7 +190,7 @@ class _Answering:
         self._alone = None
 
     def _with_fewer_rows(self) -> None:
-        """Let half of the rows wait, with what they have written; memory ran out."""
+        """Let half of the rows wait, with their text so far; memory ran out."""
         rows = self._batch.rows
         if len(rows) == 1 or (not rows and self._most == 1):
             row = rows[0] if rows else self._waiting.pop(0)

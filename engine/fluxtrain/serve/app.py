@@ -38,7 +38,8 @@ After = Annotated[str | None, Query()]
 
 
 def allowed(scope: Scope) -> Callable[[Request], Caller]:
-    """Return what lets a request with a key of this scope pass, before its body is read."""
+    """Return a dependency that admits requests with a key of this scope, before their body is
+    read."""
 
     def check(request: Request) -> Caller:
         service: Service = request.app.state.service
@@ -189,7 +190,7 @@ def _add_files(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/files/{file_id}")
     def get_file(file_id: str, caller: Reads) -> dict[str, Any]:
-        """Tell what is known of a file."""
+        """Return the facts of a file."""
         return uploads.file_object(uploads.find_file(store, caller.project, file_id))
 
     @app.get("/v1/files/{file_id}/content")
@@ -326,7 +327,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models/{model_id:path}")
     def get_model(model_id: str, caller: Reads) -> dict[str, Any]:
-        """Tell what is known of a model."""
+        """Return the facts of a model."""
         return service.model(caller.project, model_id)
 
 

@@ -18,14 +18,14 @@ REASONS = {"end": "stop", "length": "length", "context": "length", "stopped": "s
 
 
 class StreamOptions(Body):
-    """What a stream tells besides the text."""
+    """Contents of a stream besides the text."""
 
     include_usage: bool = False
     include_obfuscation: bool | None = None  # does nothing: the answers stay on this machine
 
 
 class SamplingFields(Body):
-    """What both kinds of requests have; what this server does not do is refused by its name."""
+    """The fields of both kinds of requests; a field that this server lacks is refused by name."""
 
     model: str
     max_tokens: int | None = Field(default=None, ge=1)
@@ -94,7 +94,7 @@ class OpenAIAnswer:
         self._created = int(time.time())
 
     async def whole(self, said: AsyncIterator[Said]) -> tuple[dict[str, Any], Answered]:
-        """Return the whole answer, and what the worker says of it."""
+        """Return the whole answer, and the worker's summary of it."""
         answer = [event async for event in said][-1]
         assert isinstance(answer, Answered)
         ending: dict[str, Any] = {"index": 0, "finish_reason": REASONS[answer.ended]}
@@ -107,7 +107,7 @@ class OpenAIAnswer:
         return self._object(kind, [choice], usage=_usage(answer)), answer
 
     async def pieces(self, said: AsyncIterator[Said]) -> AsyncIterator[dict[str, Any] | Answered]:
-        """Yield the objects of a stream, and in the end what the worker says."""
+        """Yield the objects of a stream, and in the end the worker's summary."""
         if self._chats:
             yield self._piece({"role": "assistant", "content": ""})
         async for event in said:

@@ -121,16 +121,16 @@ class AsyncClient:
                 await asyncio.sleep(_pause_s(failures))
 
     async def change(self, job_id: str, command: str, **arguments: int | str) -> str:
-        """Change a running job: `apply` with a setting, `undo`, or `checkpoint`. Returns what the
-        trainer says."""
+        """Change a running job: `apply` with a setting, `undo`, or `checkpoint`. Returns the
+        trainer's answer."""
         path = f"fluxtrain/jobs/{job_id}/{command}"
         return str((await self.request("POST", path, json=arguments))["message"])
 
     async def promote(
         self, alias: str, version: str, *, file: str | None = None, min_gain: float = 0.0
     ) -> dict[str, Any]:
-        """Let an alias lead to a version; with a `file`, only if its loss there is at least
-        `min_gain` lower than that of the version that it leads to now."""
+        """Let an alias point to a version; with a `file`, only if its loss there is at least
+        `min_gain` lower than that of the present version."""
         gate = None if file is None else {"file": file, "min_gain": min_gain}
         body = {"version": version, "gate": gate}
         return await self.request("POST", f"fluxtrain/aliases/{alias}", json=body)

@@ -124,7 +124,7 @@ def checkpoints_of(row: Mapping[str, Any], run: RunDir) -> list[dict[str, Any]]:
 
 
 def api_event(job_id: str, event: AnyEvent) -> dict[str, Any] | None:
-    """Return an event of a run as one of the API; None for what it does not show."""
+    """Return an event of a run as one of the API; None for events that it does not show."""
     level, kind, data = "info", "message", None
     if isinstance(event, StepFinished):
         kind, text = "metrics", f"Step {event.step}/{event.total_steps}: loss={event.loss:.4f}"

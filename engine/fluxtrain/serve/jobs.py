@@ -78,13 +78,13 @@ class JobRequest(Body):
 
     @property
     def asked(self) -> Hyperparameters:
-        """Return the hyperparameters, which may stand in either of two places."""
+        """Return the hyperparameters, from either of their two places."""
         return (
             self.hyperparameters if self.method is None else self.method.supervised.hyperparameters
         )
 
     def check(self) -> None:
-        """Raise Refusal for what this service does not do."""
+        """Raise Refusal for fields that this service does not support."""
         kind = "supervised" if self.method is None else self.method.type
         if kind != "supervised":
             raise Refusal(
@@ -121,7 +121,7 @@ def config_of(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the configuration of a job's run, and the blobs of its data.
 
-    Raises Refusal, which names the key, for what a job may not set or a run cannot use.
+    Raises Refusal, which names the key, for settings that a job may not make or a run cannot use.
     """
     asked.check()
     served = settings.models.get(asked.model)
@@ -229,7 +229,7 @@ def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, An
 
 
 def digest_of(project: str, body: JobRequest) -> str:
-    """Return what two equal requests of a project have in common."""
+    """Return a hash that is equal for equal requests of a project."""
     text = json.dumps([project, body.model_dump(mode="json")], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -350,7 +350,7 @@ def state_of(row: Mapping[str, Any], run: RunSummary | None) -> str:
 
 
 def summary_of(run: RunDir) -> RunSummary | None:
-    """Return what a run's files say; None where it has not begun."""
+    """Return the facts of a run's files; None where it has not begun."""
     try:
         return run.summary() if run.holds_run() else None
     except OSError:
@@ -406,7 +406,7 @@ def job_object(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def trained_tokens(run: RunDir) -> int | None:
-    """Return the tokens that a run has trained on, as its journal's end tells."""
+    """Return the tokens that a run has trained on, by its journal's end."""
     step = read_end(run.journal).step
     return None if step is None else step.total_tokens
 

@@ -60,7 +60,7 @@ def revoke_key(store: Store, key_id: str) -> None:
 
 
 def caller_of(store: Store, key: str) -> Caller | None:
-    """Return whose key this is; None for one that is not known or was revoked."""
+    """Return the caller of this key; None for one that is unknown or was revoked."""
     query = sa.select(keys).where(keys.c.sha256 == _digest(key), keys.c.revoked_s.is_(None))
     row = store.one(query)
     if row is None:
@@ -69,7 +69,7 @@ def caller_of(store: Store, key: str) -> Caller | None:
 
 
 def _digest(key: str) -> str:
-    """Return what is kept of a key; 256 random bits need no slow hash."""
+    """Return the stored hash of a key; 256 random bits need no slow hash."""
     return hashlib.sha256(key.encode("utf-8", "replace")).hexdigest()
 
 

@@ -9,8 +9,8 @@ from typing import Any
 def page(
     rows: Sequence[Any], limit: int, shown: Callable[[Any], Any] = lambda row: row
 ) -> dict[str, Any]:
-    """Return the first `limit` of `rows`, each as it is `shown`; there are more where there is one
-    row more."""
+    """Return the first `limit` of `rows`, each through `shown`; one row more means that more
+    exist."""
     data = [shown(row) for row in rows[:limit]]
     return {
         "object": "list",

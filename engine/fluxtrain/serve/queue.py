@@ -145,7 +145,7 @@ def _another_try(end: End, made: dict[str, Any]) -> Verdict:
 
 
 class Queue:
-    """A thread that keeps the trainers in step with what is wanted."""
+    """A thread that starts and stops trainers as their jobs require."""
 
     def __init__(
         self, store: Store, settings: ServeSettings, command: tuple[str, ...] = TRAINER
@@ -223,7 +223,7 @@ class Queue:
         return run_of(row["id"]).liveness() == "running"  # exit 2 of ours: another has the lock
 
     def _steer(self, row: Mapping[str, Any]) -> None:
-        """Stop a trainer whose job is not to run; warn of one that is silent."""
+        """Stop a trainer whose job should not run; warn of one that is silent."""
         run = run_of(row["id"])
         if row["wanted"] == "run":
             summary = summary_of(run)
@@ -252,7 +252,7 @@ class Queue:
     # -- jobs that begin or go on
 
     def _free_lane(self, running: list[Mapping[str, Any]], project: str) -> int | None:
-        """Return the card for the next job, -1 for all; None where there is none to give."""
+        """Return the card for the next job, -1 for all; None where none is free."""
         quotas = self._settings.quotas
         if sum(row["project"] == project for row in running) >= quotas.running_jobs:
             return None
@@ -266,7 +266,7 @@ class Queue:
         return next((one for one in lanes if one not in taken and one not in self._bad_cards), None)
 
     def _has_space(self, row: Mapping[str, Any]) -> bool:
-        """Return whether the disk has what the job's plan needs, in addition to what it has."""
+        """Return whether the disk has room for what the job's plan still needs."""
         if row["tries"].get("started"):
             return True  # its checkpoints are there; the trainer looks itself
         needed, free = int(row["plan"].get("disk_bytes") or 0), free_bytes(runs_root())
@@ -379,7 +379,7 @@ class Queue:
             connection.execute(sa.update(jobs).where(jobs.c.id == row["id"]).values(**values))
 
     def _note(self, row: Mapping[str, Any], level: str, text: str) -> None:
-        """Add to the events of a job what its run does not know."""
+        """Add events to a job that its run does not report."""
         with self._store.write() as connection:
             query = sa.select(jobs.c.notes).where(jobs.c.id == row["id"])
             notes = connection.execute(query).scalar_one()

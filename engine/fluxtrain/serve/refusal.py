@@ -12,13 +12,13 @@ _FOLDERS = re.compile(r"(?<![\w./:])/(?:[\w.+@-]+/)+")
 
 
 class Body(BaseModel):
-    """The base of request bodies; what is not known is refused by its name."""
+    """The base of request bodies; unknown fields are refused by name."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class Refusal(FluxTrainError):
-    """A request that is not carried out, with the reason and the cure."""
+    """A refused request, with the reason and the cure."""
 
     exit_code = 2
 
@@ -42,5 +42,5 @@ def without_folders(text: str) -> str:
 
 
 def not_found(what: str, name: str) -> Refusal:
-    """Return the refusal of a thing that is not there, or belongs to another project."""
+    """Return the refusal of a thing that does not exist, or belongs to another project."""
     return Refusal(f"there is no {what} {name!r}", status=404, code=f"{what}_not_found")

@@ -92,7 +92,7 @@ def find_version(store: Store, project: str, name: str) -> Mapping[str, Any]:
 
 
 def current(store: Store, project: str, alias: str) -> str | None:
-    """Return the version that an alias leads to; None where there is no such alias."""
+    """Return the version that an alias points to; None where no such alias exists."""
     rows = history(store, project, alias)
     return rows[0]["version"] if rows else None
 
@@ -108,7 +108,7 @@ def history(store: Store, project: str, alias: str | None = None) -> list[Mappin
 def move(
     store: Store, project: str, alias: str, version: str | None, why: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Let an alias lead to a version, or nowhere; what it led to stays in its history."""
+    """Let an alias point to a version, or nowhere; its history keeps the earlier one."""
     if not ALIAS.fullmatch(alias):
         raise Refusal(f"{alias!r} is no name for an alias: use a-z, 0-9, dot, dash, underscore")
     row = {

@@ -16,7 +16,7 @@ from fluxtrain.serve.uploads import remove_left, remove_unused
 
 
 def delete_old(store: Store, days: float | None) -> None:
-    """Delete what is older than `days`, and what killed uploads left. Versions of models stay."""
+    """Delete files older than `days`, and leftovers of killed uploads. Versions of models stay."""
     remove_left(store)
     if days is None:
         return

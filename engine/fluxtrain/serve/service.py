@@ -162,10 +162,8 @@ class Service:
         return [*map(version_object, own), *map(_base_object, self.settings.models)]
 
     def model(self, project: str, name: str) -> dict[str, Any]:
-        """Return what is known of a model; of one that is open, also what a token costs.
-
-        Raises Refusal (404).
-        """
+        """Return the facts of a model; of an open one also the cost of a token. Raises Refusal
+        (404)."""
         known = name in self.settings.models
         shown = (
             _base_object(name) if known else version_object(find_version(self.store, project, name))
@@ -255,7 +253,7 @@ class Service:
         )
 
     def _opened(self, project: str, name: str) -> tuple[WorkerModel, Path | None]:
-        """Return what a worker opens for a model, and the folder of the adapter in it."""
+        """Return the model for a worker to open, and the folder of its adapter."""
         if name in self.settings.models:
             return self._base(name), None
         of_run, _, step = name.partition(CHECKPOINT)
@@ -305,7 +303,7 @@ def _trusted(trust: bool) -> tuple[str, ...]:
 
 
 def _facts(plan: PlanAnswer | None) -> dict[str, Any]:
-    """Return what a job keeps of its plan."""
+    """Return the part of a plan that a job keeps."""
     if plan is None:
         return {}
     return {

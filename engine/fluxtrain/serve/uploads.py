@@ -88,7 +88,7 @@ def remove_unused(store: Store, blob: str) -> None:
 
 
 def remove_left(store: Store) -> None:
-    """Remove what uploads of a server that was killed have left."""
+    """Remove leftovers of uploads to a killed server."""
     for path in store.files.glob(f"{INCOMING}*"):
         if time.time() - path.stat().st_mtime > LEFT_S:
             path.unlink(missing_ok=True)

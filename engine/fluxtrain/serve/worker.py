@@ -49,7 +49,7 @@ class _Worker:
     why: str = ""  # it ended
 
     async def read(self) -> None:
-        """Hand what the process says to those who asked, until it ends."""
+        """Pass the process's lines to the waiting callers, until it ends."""
         try:
             async for event in self.talk.events():
                 if isinstance(event, Ready):
@@ -137,14 +137,14 @@ class ModelWorker:
                 await worker.talk.stop(named.id)
 
     def ready(self, opened: WorkerModel) -> Ready | None:
-        """Return what is known of a model that is open; None for another one."""
+        """Return the facts of a model that is open; None for another one."""
         worker = self._worker
         if worker is None or worker.opened != opened or not worker.ready.done():
             return None
         return None if worker.ready.exception() else worker.ready.result()
 
     async def leave(self) -> bool:
-        """End the process; return whether there was one."""
+        """End the process; return whether one was running."""
         async with self._changing:
             return await self._close()
 

@@ -48,12 +48,12 @@ LEVELS: tuple[Level, ...] = get_args(Level)
 
 
 def findings(probe: ProbeAnswer) -> tuple[Finding, ...]:
-    """Return what is slow for a machine of this class and what to change, the most useful first."""
+    """Return the findings, with cures, that slow a machine of this class, the most useful first."""
     return ranked([*card_findings(probe), *several_cards_findings(probe), *host_findings(probe)])
 
 
 def ranked(found: list[Finding]) -> tuple[Finding, ...]:
-    """Sort by level, what does not work first, then by how much there is to gain."""
+    """Sort by level, broken things first, then by possible gain."""
     return tuple(sorted(found, key=lambda one: (LEVELS.index(one.level), -one.factor)))
 
 

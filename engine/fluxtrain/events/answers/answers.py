@@ -55,13 +55,13 @@ class InspectedFile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def line(self) -> str:
-        """Return the file, what it is read as, and why."""
+        """Return the file, how it is read, and why."""
         times = "" if self.weight == 1 else f"; drawn {self.weight:g} times an epoch"
         return f"{self.name}: {self.title} ({self.shape}), because {self.because}{times}"
 
 
 class InspectionAnswer(Answer, frozen=True, kw_only=True):
-    """Tells what the first documents of the data hold, and estimates for all of them.
+    """Describes the first documents of the data, with estimates for all.
 
     Shares are between 0 and 1. `sampled_share` is the part of the file's bytes that was read.
     """

@@ -177,10 +177,8 @@ class Talk:
         return Talk(await _start_engine(command, stdin=asyncio.subprocess.PIPE), said)
 
     async def events(self) -> AsyncIterator[Event]:
-        """Yield what it says until it ends.
-
-        Raises EngineRefused, with its own words, where it fails or says something else.
-        """
+        """Yield the command's events until it ends. Raises EngineRefused, with its own words,
+        where it fails or prints something else."""
         assert self._process.stdout is not None
         async for line in self._process.stdout:
             try:

@@ -28,9 +28,9 @@ class Ask(
     tag="ask",
     forbid_unknown_fields=True,
 ):
-    """Ask for an answer. What is left out is as the command line says.
+    """Asks for an answer. Missing keys have the values of the command line.
 
-    A key that is not known is refused: an answer without what it asks for would be another one.
+    An unknown key is refused: an answer that ignores a request would be wrong.
     """
 
     id: str = ""

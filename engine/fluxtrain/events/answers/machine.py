@@ -196,7 +196,7 @@ class SelfTest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DoctorAnswer(Answer, frozen=True, kw_only=True):
-    """The probe, what follows from it, the self-tests and the versions."""
+    """The probe, its findings, the self-tests and the versions."""
 
     COMMAND: ClassVar[str] = "doctor"
 

@@ -21,10 +21,10 @@ class PlannedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlannedMethod(msgspec.Struct, frozen=True, kw_only=True):
-    """Tells what is trained of the model, and how the rest is stored.
+    """The trained weights of a model, and the storage of the rest.
 
-    Bytes are of weights wherever they live. `rank` is None where there are no adapters, `storage`
-    is plain where nothing is packed.
+    Bytes are of weights wherever they live. `rank` is None without adapters, `storage` is plain
+    where nothing is packed.
     """
 
     name: str
@@ -37,7 +37,8 @@ class PlannedMethod(msgspec.Struct, frozen=True, kw_only=True):
     rank: int | None = None
 
     def line(self, parameters: int) -> str:
-        """Say in one line what of a model of `parameters` is trained, and how large the rest is."""
+        """Describe in one line the trained weights of a model of `parameters`, and the size of the
+        rest."""
         trained = f"{count_text(self.trained_parameters)} parameters"
         others = count_text(max(0, parameters - self.trained_parameters))
         if self.rank is None:
@@ -55,9 +56,9 @@ class PlannedMethod(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlannedTime(msgspec.Struct, frozen=True, kw_only=True):
-    """How long a step and the run take, and what binds a step.
+    """Seconds of a step and of the run, and the resource that binds a step.
 
-    `parts_s` are the seconds of what runs in a step, overlapping or not.
+    `parts_s` are the seconds of a step by kind of work, overlapping or not.
     """
 
     step_s: float
@@ -85,10 +86,10 @@ class PlannedLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanOption(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the plans between as fast as possible and as small as possible.
+    """One of the plans from as fast as possible to as small as possible.
 
-    `share` is how far the device's memory is used, from 0 for the least that runs to 1 for all
-    there is; `settings` are those of a configuration that lead to it.
+    `share` is the used fraction of the device's memory, from 0 for the least that runs to 1 for
+    all of it; `settings` are the configuration's settings that select this plan.
     """
 
     name: str

@@ -58,10 +58,10 @@ class CommandAnswer(msgspec.Struct, frozen=True):
 
 
 class ControlServer:
-    """Serves `path` from threads of its own until `close`.
+    """Serves `path` from its own threads until `close`.
 
-    `answer_command(command, arguments)` is called by one thread at a time and should only set what
-    the training loop looks at between steps; its `FluxTrainError`s become refusals.
+    `answer_command(command, arguments)` is called by one thread at a time and should only set
+    flags that the training loop reads between steps; its `FluxTrainError`s become refusals.
     """
 
     def __init__(self, path: Path, answer_command: CommandHandler) -> None:
@@ -91,7 +91,7 @@ class ControlServer:
                 self.path.unlink()
 
     def close(self) -> None:
-        """Stop serving and remove the socket; waits for a command that is being answered."""
+        """Stop serving and remove the socket; waits for a command under way."""
         if self._server is None:
             return
         if self._thread is not None and self._thread.ident is not None:  # no thread if refused
@@ -123,7 +123,7 @@ class ControlServer:
 
 
 class _Client(socketserver.BaseRequestHandler):
-    """Serves one client; the socket's timeout ends waiting for what it sends or does not read."""
+    """Serves one client; the socket's timeout ends waits in both directions."""
 
     request: socket.socket
     server: _Server
@@ -296,10 +296,10 @@ def _remove_dead_socket(path: Path) -> None:
 
 @contextlib.contextmanager
 def _address_of_socket(path: Path) -> Iterator[str]:
-    """Return an address of the socket at `path` itself; a link could lead to the trainer of another
-    run, which would be told what was meant for this one. Raises `NotReachable` for anything else.
+    """Return an address of the socket at `path` itself: through a link a command could reach the
+    trainer of another run.
 
-    Source: open(2), O_PATH.
+    Raises `NotReachable` for anything else. Source: open(2), O_PATH.
     """
     descriptor = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

@@ -81,9 +81,9 @@ def open_folder(name: Path | str, within: int | None = None) -> int:
 
 
 def visit(folder: int, rule: Rule, *, remove: bool = False, at: str = "") -> Visited:
-    """Look through the folder of a handle, and `remove` what is the run's own.
+    """Walk the folder of a handle, and `remove` the run's own files.
 
-    A folder of the run's own goes once it is empty; `folder` itself stays. Raises OSError where
+    A folder of the run is removed once it is empty; `folder` itself stays. Raises OSError where
     something cannot be removed.
     """
     found = Visited()
@@ -123,7 +123,7 @@ def _visit_inner(folder: int, name: str, rule: Rule, found: Visited, remove: boo
 
 
 def others_in(path: Path, rule: Rule) -> list[str]:
-    """Return the names in a folder in which something is not the run's own; [] without a folder."""
+    """Return all names in a folder that holds foreign files; [] without a folder."""
     try:
         folder = open_folder(path)
     except OSError:
@@ -187,8 +187,8 @@ def of_model(listed: Mapping[str, int] | None) -> Rule:
 
 
 def of_unfinished_model(name: str, listed: Mapping[str, int] | None) -> Rule | bool:
-    """Return the rule of a folder that a process left when it was killed while it saved the model:
-    the new one, or, moved aside, the one before, whose files are `listed`."""
+    """Return the rule of a folder left by a process killed while it saved the model: the new one,
+    or, moved aside, the one before, whose files are `listed`."""
     unfinished = _UNFINISHED_MODEL.fullmatch(name)
     if unfinished is None:
         return False
@@ -198,10 +198,8 @@ def of_unfinished_model(name: str, listed: Mapping[str, int] | None) -> Rule | b
 
 
 def clear_model(run: RunDir, warn: Callable[[str], None]) -> None:
-    """Put aside what is not of the run in its model's folder, which is about to be replaced.
-
-    Raises as `storage_error`.
-    """
+    """Move foreign files out of the run's model folder, which is about to be replaced. Raises as
+    `storage_error`."""
     model = run.model
     if os.path.lexists(model) and not is_plain_folder(model):
         _keep(model, run, warn)

@@ -57,7 +57,7 @@ def _mark_of(pid: int) -> ProcessMark:
 
 @cache
 def boot_id() -> str:
-    """Return what names this boot of this machine, the same in all its containers; "" if unknown.
+    """Return the id of this boot of this machine, the same in all its containers; "" if unknown.
 
     Source: random(4), /proc/sys/kernel/random/boot_id.
     """

@@ -49,7 +49,7 @@ class Contents:
 
     @property
     def kept_text(self) -> str:
-        """Say what stays; empty if nothing does."""
+        """Name the files that stay; empty if none does."""
         if not self.others:
             return ""
         more = f" and {len(self.others) - 1} more" if len(self.others) > 1 else ""

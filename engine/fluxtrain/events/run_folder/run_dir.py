@@ -212,8 +212,8 @@ class RunDir:
 
     @property
     def has_trained(self) -> bool:
-        """Return whether any process of the run made a step, as far as checkpoints and the
-        journal's end tell."""
+        """Return whether any process of the run made a step, by its checkpoints and the journal's
+        end."""
         return bool(self._checkpoint_steps()) or read_end(self.journal).step is not None
 
     def _checkpoint_steps(self) -> list[int]:
@@ -462,7 +462,7 @@ class Holding:
 
     @property
     def is_held(self) -> bool:
-        """Return whether the folder is there, and no other process has it."""
+        """Return whether the folder exists, and no other process has it."""
         try:
             self.look()
         except BadInput:

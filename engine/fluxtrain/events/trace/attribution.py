@@ -57,8 +57,8 @@ class CardTime:
 
 @dataclass(frozen=True, kw_only=True)
 class Attribution:
-    """One step's seconds. `busy_s["gpu"]` and all of `waits_s` partition `length_s`; of several
-    cards they are those of `card`, with what is the host's."""
+    """One step's seconds. `busy_s["gpu"]` and all of `waits_s` partition `length_s`; with several
+    cards they are those of `card` and of the host."""
 
     step: int
     length_s: float
@@ -75,7 +75,7 @@ class Attribution:
 
     @property
     def told(self) -> str:
-        """Say what bound the step, with all that is known."""
+        """Say what bound the step, with its numbers."""
         return f"{self.because}, {self.aside}" if self.aside else self.because
 
     def waits_for(self, lane: str) -> float:

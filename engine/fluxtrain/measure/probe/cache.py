@@ -50,8 +50,8 @@ _K = TypeVar("_K", bound=KeptMeasurement)
 
 
 def read_kept(place: Path, kind: type[_K], file_format: int) -> _K | None:
-    """Read what was kept; None without a file, for another format, or if it is no longer valid: a
-    week old, or from the future because the clock was set back."""
+    """Read the kept rates; None without a file, for another format, or if they are no longer
+    valid: a week old, or from the future because the clock was set back."""
     kept = read_entry(place, kind)
     if kept is None:
         return None

@@ -104,7 +104,7 @@ def known_rates(run_dir: Path | str) -> dict[str, Rate]:
 
 
 def _should_measure_again(cached: ProbeAnswer, machine: Machine) -> bool:
-    """Return whether what slowed or prevented a measurement may be gone."""
+    """Return whether the cause of a slow or missing measurement may be gone."""
     if is_calm_after(cached.others_share):
         return True
     failed_before = any(
@@ -167,7 +167,7 @@ def _on_first_card(measurement: Measurement) -> Mapping[str, Rate]:
 
 
 def _between_cards(cards: int, size: int) -> dict[str, tuple[tuple[str, ...], Measurement]]:
-    """Return what is measured where there are several cards."""
+    """Return the measurements between several cards."""
     if cards < 2:
         return {}
     return {

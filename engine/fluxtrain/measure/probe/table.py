@@ -212,7 +212,7 @@ def _rates(probe: ProbeAnswer, card: int) -> str:
 
 
 def _peers(probe: ProbeAnswer) -> str:
-    """Say what passes between all pairs of cards, pairs of one kind together."""
+    """Describe the rates between all pairs of cards, pairs of one kind together."""
     kinds: dict[str, list[str]] = {}
     numbers = [card.index for card in probe.cards]
     rates: dict[str, list[float]] = {}

@@ -44,7 +44,7 @@ class UntilStop:
         self._tell(len(self.text) - (0 if self.found else self._begun()))
 
     def end(self) -> None:
-        """Hand on what waits."""
+        """Hand on the waiting text."""
         self._tell(len(self.text))
 
     def _begun(self) -> int:
@@ -208,7 +208,7 @@ class AnswerBatch:
         self._choose(self.rows, logits)
 
     def leave(self, gone: Sequence[AnswerRow]) -> None:
-        """Let rows leave; the cache keeps what the others need."""
+        """Let rows leave; the cache keeps the others' keys and values."""
         kept = [number for number, row in enumerate(self.rows) if row not in gone]
         self.rows = [self.rows[number] for number in kept]
         if not kept:

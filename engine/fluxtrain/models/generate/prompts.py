@@ -26,7 +26,7 @@ _KEYS = "a JSON string, or an object with `prompt` or `messages`"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UserPrompt:
-    """What is asked: text, or a conversation; and where it stands."""
+    """A user's text or conversation, and its place."""
 
     text: str | None = None
     messages: Conversation | None = None
@@ -38,7 +38,7 @@ class UserPrompt:
         return str(self.messages[-1].get("content") if self.messages else self.text)
 
     def check(self) -> None:
-        """Raise BadInput where nothing is asked, or by what is no text."""
+        """Raise BadInput for an empty prompt, or one that is no text."""
         if self.messages is not None:
             _check_messages(self.messages, self.where)
             for message in self.messages:
@@ -100,7 +100,7 @@ class Prompting:
 
 
 def refuse_other_bytes(text: str, where: str) -> None:
-    """Raise BadInput for what is no text: bytes that are not UTF-8, which Python reads as halves of
+    """Raise BadInput for invalid text: bytes that are not UTF-8, which Python reads as halves of
     surrogate pairs, and such halves in JSON."""
     try:
         text.encode()

@@ -91,7 +91,7 @@ def stops(opened: DecodedModel) -> list[int]:
 
 
 def settings_for(opened: DecodedModel, sampling: Sampling, most: int) -> GenerationConfig:
-    """Return the model's generation settings with what is asked for, for `most` new tokens."""
+    """Return the model's generation settings with the requested changes, for `most` new tokens."""
     settings: Any = copy.deepcopy(opened.generation_config)
     if settings is None:
         settings = GenerationConfig()  # type: ignore[no-untyped-call]

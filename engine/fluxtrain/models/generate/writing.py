@@ -55,13 +55,13 @@ class TextStream:
             self._tell(text)
 
     def end(self) -> str:
-        """Hand out what is left; return the whole text."""
+        """Hand out the remaining text; return the whole."""
         text = text_of(self._tokenizer, self._tokens)
         self._tell(text)
         return text
 
     def _tell(self, text: str) -> None:
-        """Hand out what is new; a tokenizer that rewrites earlier text waits for the end."""
+        """Hand out new text; with a tokenizer that rewrites earlier text this waits for the end."""
         if text.startswith(self._told) and len(text) > len(self._told):
             self._heard(text[len(self._told) :])
             self._told = text
@@ -131,8 +131,8 @@ def write(
 
 
 def _of_settings(error: BaseException) -> bool:
-    """Return whether transformers' own code for generation raised an error: it checks what the
-    model's settings ask for when it is needed first."""
+    """Return whether transformers' own generation code raised an error: it checks the model's
+    settings when it first needs them."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # peft is imported where there are adapters
 
 @dataclass(frozen=True, kw_only=True)
 class UseRequest:
-    """What the commands that use a trained model are asked for alike."""
+    """The options common to the commands that use a trained model."""
 
     named: str  # a run, `last`, or an adapter's folder; to evaluate and generate: any model
     step: int | None = None  # of a run's checkpoint; None: its result, else the newest one
@@ -60,7 +60,7 @@ class UseRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportRequest(UseRequest):
-    """What `fluxtrain export` is asked for."""
+    """The options of `fluxtrain export`."""
 
     to: Path | None = None
     merge: bool = False

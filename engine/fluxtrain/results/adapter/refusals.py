@@ -165,7 +165,7 @@ def _refuse_other_dtypes(folder: Path, tensors: Mapping[str, Any]) -> None:
 
 @contextmanager
 def peft_refusals(folder: Path) -> Iterator[None]:
-    """Raise BadInput in place of what peft raises for an adapter that it cannot put on the base."""
+    """Raise BadInput in place of peft's error for an adapter that it cannot put on the base."""
     try:
         yield
     except Exception as error:  # of any kind: peft looks at values where it uses them

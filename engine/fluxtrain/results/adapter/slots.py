@@ -66,7 +66,7 @@ class Slots:
         return slots
 
     def facts(self) -> dict[str, int]:
-        """Return how many slots there are, their rank, and the memory that each takes."""
+        """Return the number of slots, their rank, and the memory of each."""
         parts = (part[self.names[0]] for one in self.layers.values() for part in _parts(one))
         size = sum(part.weight.numel() * part.weight.element_size() for part in parts)
         return {"slots": len(self.names), "slot_rank": self.rank, "slot_bytes": size}

@@ -79,7 +79,7 @@ def export(request: ExportRequest, tell: Tell) -> ExportAnswer:
 
 
 def _kind(request: ExportRequest, found: FoundModel) -> Kind:
-    """Return what is to be written. Raises BadInput where a complete model is there already."""
+    """Return the kind to write. Raises BadInput where a complete model is in the folder already."""
     checkpoint = found.checkpoint
     if found.adapter is not None or (checkpoint is not None and not checkpoint.is_whole):
         return "merged" if request.merge else "adapter"
@@ -213,7 +213,7 @@ def _merge(request: ExportRequest, source: AdapterSource, base: ChosenBase) -> M
 
 
 def progress_told(tell: Tell, what: str) -> Callable[[int, int], None]:
-    """Return what tells every few seconds how many of many are done."""
+    """Return a function that reports every few seconds how many of many are done."""
     told_s = time.monotonic()
 
     def progress(done: int, count: int) -> None:

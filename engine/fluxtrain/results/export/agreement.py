@@ -79,7 +79,7 @@ WEIGHT_MARGIN = 0.7
 
 
 def rounded_weight(name: str, base: Tensor, merged: Tensor, written: Tensor) -> RoundedWeight:
-    """Compare a weight in fp32 before and after the merge with what is written of it."""
+    """Compare a weight in fp32 before and after the merge with its written form."""
     size = energy = lost = held = 0.0
     parts = (one.reshape(-1).split(_ELEMENTS) for one in (base, merged, written))
     for before, after, made in zip(*parts, strict=True):
@@ -100,7 +100,7 @@ def rounded_weight(name: str, base: Tensor, merged: Tensor, written: Tensor) -> 
 
 
 def compared_layers(weights: Sequence[RoundedWeight]) -> ComparedLayers | None:
-    """Say what writing merged weights in their dtype has cost; None where none was compared.
+    """Report the loss of writing merged weights in their dtype; None where none was compared.
 
     Weights count by the change that the adapter makes to them.
     """

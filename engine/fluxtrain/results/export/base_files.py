@@ -80,7 +80,7 @@ def _tied(empty: PreTrainedModel) -> tuple[tuple[str, ...], ...]:
 
 
 class TrainedBase:
-    """Reads weights of a base; those in `packed` become what their format makes of them."""
+    """Reads weights of a base; those in `packed` pass through their packed format."""
 
     def __init__(
         self, base: BaseFiles, dtype: torch.dtype, storage: StorageFormat, packed: frozenset[str]
@@ -97,7 +97,7 @@ class TrainedBase:
         return self.of(self.base.tensor(name), parameter)
 
     def of(self, tensor: Tensor, parameter: str) -> Tensor:
-        """Return what training computed with for a parameter stored as `tensor`."""
+        """Return the values with which training computed, for a parameter stored as `tensor`."""
         weight = tensor.to(self.dtype) if tensor.is_floating_point() else tensor
         if self._storage == "plain" or parameter not in self._packed:
             return weight

@@ -50,7 +50,7 @@ _CURE = "nothing was written"
 
 
 class Gate:
-    """Compares what is exported with base and adapter, on the same rows."""
+    """Compares the exported model with base and adapter, on the same rows."""
 
     def __init__(self, request: ExportRequest, source: AdapterSource, base: ChosenBase) -> None:
         self._request, self._source, self._base = request, source, base
@@ -77,7 +77,7 @@ class Gate:
         return streamed_logits(loaded.model, self._rows, self._device, "plain"), dtype
 
     def compared(self, trained: Tensor, found: Tensor, dtype: torch.dtype) -> ComparedLogits:
-        """Compare logits of what was trained with those of what is exported in `dtype`."""
+        """Compare logits of the trained model with those of the export in `dtype`."""
         assert self._rows is not None
         coarser = max(map(unit_roundoff, (self._base.dtype, dtype)))
         source, rows = self._rows.source, self._rows.rows
@@ -99,8 +99,8 @@ class Gate:
 
 
 def refuse_rounded_away(found: ComparedLayers) -> None:
-    """Raise Disagrees where merged weights have lost what was trained to the rounding of their
-    dtype."""
+    """Raise Disagrees where merged weights have lost the training to the rounding of
+    their dtype."""
     if found.difference > found.limit:
         raise Disagrees(
             f"merged weights have no place in their dtype: {found.worst} would lose "

@@ -38,7 +38,7 @@ _OF_THE_ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "README.m
 
 @dataclass(frozen=True, kw_only=True)
 class Merge:
-    """What a merged model is made of."""
+    """The parts of a merged model."""
 
     attached: Attached
     onto: TrainedBase  # the weights that the adapter is added to

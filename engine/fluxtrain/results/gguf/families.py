@@ -189,7 +189,8 @@ def stored(family: Family, config: Any, name: str, weight: Tensor) -> Tensor:
 
 
 def extra_tensors(config: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield what llama.cpp reads from a tensor and transformers computes from settings."""
+    """Yield the values that llama.cpp reads from a tensor and transformers computes
+    from settings."""
     turns = rope(config)
     if turns.get("rope_type") != "llama3":
         return

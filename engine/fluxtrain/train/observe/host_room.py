@@ -41,7 +41,7 @@ class HostRoom:
         self._gave_up = self._ended = False
 
     def look(self) -> None:
-        """Compare what is left with the limits, at most once a second."""
+        """Compare the free memory with the limits, at most once a second."""
         now_s = self._clock()
         if self._ended or (self._looked_s is not None and now_s - self._looked_s < PERIOD_S):
             return
@@ -79,7 +79,7 @@ def least_bytes(total: int) -> int:
 
 
 def give_up_caches() -> None:
-    """Give back what the C library and torch keep of freed memory, and memory for copies."""
+    """Free memory that the C library and torch cache, and memory for copies."""
     give_back_spare()
     trim_heap()
     torch = sys.modules.get("torch")

@@ -233,7 +233,7 @@ class TimelineThread:
         self._thread = threading.Thread(target=self._run, name="timeline", daemon=True)
 
     def watch(self, recorder: Recorder) -> None:
-        """Write what `recorder` notes from now on."""
+        """Write the notes of `recorder` from now on."""
         self._recorder = recorder
         try:
             self._ring = RingWriter(self.path)

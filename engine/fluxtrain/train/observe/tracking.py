@@ -73,7 +73,7 @@ class TensorBoard:
     """torch's own writer: files in RUN/tensorboard, which `tensorboard --logdir RUN` shows."""
 
     def start(self, run: TrackedRun) -> str:
-        """Open the files; a resumed run hides what comes after its first step."""
+        """Open the files; a resumed run hides everything after its first step."""
         from torch.utils.tensorboard import SummaryWriter
 
         folder = str(run.folder / "tensorboard")
@@ -95,7 +95,7 @@ class TensorBoard:
             self._writer.add_text(f"samples/{number}", f"**{prompt}**\n\n{text}", step)
 
     def finish(self, *, failed: bool) -> None:
-        """Write what is left."""
+        """Write the remaining data."""
         self._writer.close()
 
 
@@ -133,7 +133,7 @@ class WeightsAndBiases:
         self._run.log({"samples": table}, step=step)
 
     def finish(self, *, failed: bool) -> None:
-        """Upload what is left."""
+        """Upload the remaining data."""
         self._run.finish(exit_code=int(failed))
 
 
@@ -209,7 +209,7 @@ class Trackio:
         self._run.log(texts, step=step)
 
     def finish(self, *, failed: bool) -> None:
-        """Write what is left."""
+        """Write the remaining data."""
         self._run.finish()
 
 
@@ -345,7 +345,7 @@ class TrackerFeed:
                 )
 
     def end(self, *, failed: bool) -> None:
-        """Ask the tracker to end its run once it has what is queued."""
+        """Ask the tracker to end its run once it has the queued data."""
         self._failed_run, self._ended_s = failed, time.monotonic()
         while True:
             try:

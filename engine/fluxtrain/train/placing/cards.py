@@ -81,8 +81,8 @@ def first_of(config: RunConfig) -> int:
 
 
 def make_first_current(config: RunConfig, device: str) -> None:
-    """Make the first card of a list torch's current one: what is asked of "the GPU" from now on,
-    measurements before the plan and free memory, is asked of it."""
+    """Make the first card of a list torch's current one: measurements before the plan and free
+    memory then concern it."""
     if device != "cuda" or not isinstance(config.parallel.cards, tuple):
         return
     if (index := first_of(config)) < torch.cuda.device_count():  # else the plan refuses it in words
@@ -121,8 +121,8 @@ def cards_of(
 
 
 def _named(seen: tuple[Card, ...], config: RunConfig) -> tuple[Card, ...]:
-    """Return the cards with those marked that a list of cards does not name: others may need them,
-    and a context takes some hundred MiB."""
+    """Return the cards, with those unusable that a list of cards does not name: others may need
+    them, and a context takes some hundred MiB."""
     asked = config.parallel.cards
     if not isinstance(asked, tuple):
         return seen
@@ -134,7 +134,7 @@ def _named(seen: tuple[Card, ...], config: RunConfig) -> tuple[Card, ...]:
 
 
 def _capacity(index: int, unusable: str, limit_bytes: int | None) -> CardCapacity:
-    """Return what is free of a card; one that is not usable is not touched, which would take some
+    """Return the free memory of a card; an unusable one is not touched, which would take some
     hundred MiB of it."""
     properties = torch.cuda.get_device_properties(index)
     if unusable:

@@ -27,7 +27,7 @@ from fluxtrain.units import GIB, bytes_text, count_text, predicted_text
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What is asked: a placement of a model in a capacity."""
+    """A predicted run: a placement of a model in a capacity."""
 
     facts: ModelFacts
     capacity: Capacity

@@ -333,7 +333,8 @@ DEFERS_MOMENTS: dict[str, bool | None] = {"auto": None, WITH_WEIGHTS: False, DEF
 
 
 class RanOutLoading(torch.OutOfMemoryError):
-    """Device memory ran out while weights were put there; the model is of no use any more."""
+    """Device memory ran out while weights were loaded onto the device; the model is
+    unusable now."""
 
 
 def wrapped(

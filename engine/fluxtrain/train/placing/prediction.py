@@ -15,7 +15,7 @@ QUANTITIES = ("device_peak_bytes", "host_peak_bytes", "step_s")
 
 @dataclass(frozen=True, kw_only=True)
 class Promise:
-    """What a layout is predicted to take; None where no rates are known."""
+    """The predicted memory and time of a layout; None where no rates are known."""
 
     device_bytes: int  # peak
     host_bytes: int  # peak of the whole process

@@ -115,7 +115,7 @@ def page_locks_planned(
 
 
 def page_locks_of(engine: Engine, per_s: Mapping[str, float | None]) -> tuple[ChoiceMade, ...]:
-    """Report what is page-locked of a wrapped model, weights and gradients."""
+    """Report the page-locked bytes of a wrapped model, weights and gradients."""
     if not engine.device.pins:
         return ()
     wanted = refused = 0
@@ -130,7 +130,8 @@ def page_locks_of(engine: Engine, per_s: Mapping[str, float | None]) -> tuple[Ch
 
 
 def disk_room(folder: Path) -> DiskCapacity:
-    """Read the free space for a run directory, made or not, and what the run holds there."""
+    """Read the free space for a run directory, made or not, and the size of the run's
+    files in it."""
     disk, run = read_disk(folder), RunDir(folder)
     return DiskCapacity(
         path=disk.path,
@@ -153,7 +154,7 @@ def checkpoints_written(config: RunConfig, steps: int) -> int:
 
 
 def _size_bytes(folder: Path) -> int:
-    """Add up the sizes of all files below a folder; 0 where there is none."""
+    """Add up the sizes of all files below a folder; 0 where it is missing."""
     return sum(
         os.lstat(os.path.join(place, name)).st_size
         for place, _, names in os.walk(folder)

@@ -41,7 +41,7 @@ class FirstSamples:
         )
 
     def fit(self, row_tokens: int) -> Fit:
-        """Count what does not fit into rows of a length."""
+        """Count the samples that do not fit into rows of a length."""
         return pack_rows(self.tokens, whole(self.tokens), row_tokens, pack=False).fit
 
     def rows(self, data: DataSettings, *, packs: bool) -> int:
@@ -61,7 +61,7 @@ class FirstSamples:
         return few_held_out(len(held.lengths), held.tokens, self.tokens.documents)
 
     def told(self, row_tokens: int) -> list[str]:
-        """Return what a person should know of them, a sentence each."""
+        """Return notes for a person, a sentence each."""
         told = [*self.notes.sentences(), *self.fit(row_tokens).sentences()]
         if self.share >= 1:
             return told

@@ -26,7 +26,7 @@ class Snapshot:
     because: str
 
     def choice(self, every: int | str) -> ChoiceMade:
-        """Return what the plan says of checkpoints that are written every so many steps."""
+        """Return the plan's choice for checkpoints that are written every so many steps."""
         because = f"as set, written {self.how}: {self.because}"
         return ChoiceMade(name="train.checkpoint_every", value=str(every), because=because)
 
