@@ -80,6 +80,7 @@ def test_moments_beside_the_backward_pass_hide_no_wait_for_weights_and_cost_noth
         (("stall", "gradients", 0.0, 0.4), "d2h", "gradients"),
         (("host", "moments", 0.0, 0.4), "cpu", "moments"),
         (("disk", "checkpoint", 0.0, 0.4), "disk", "checkpoint"),
+        (("stall", "disk", 0.0, 0.4), "disk", "disk"),
         (("host", "data", 0.0, 0.4), "host", "data"),
         (("stall", "moonlight", 0.0, 0.4), "host", "moonlight"),
     ],
@@ -89,6 +90,12 @@ def test_each_cause_names_who_is_waited_for(
 ) -> None:
     one = found(wait, ("gpu", "forward", 0.4, 1.0))
     assert one.waits_s == pytest.approx({cause: 0.4}) and one.bound == lane
+
+
+def test_reads_of_weights_that_nothing_waits_for_are_no_checkpoint() -> None:
+    one = found(("disk", "weights", 0.0, 0.9), ("gpu", "forward", 0.1, 1.0))
+    assert one.waits_s == pytest.approx({"host": 0.1})
+    assert one.busy_s["disk"] == pytest.approx(0.9)
 
 
 SOME = st.lists(

@@ -195,7 +195,7 @@ class StepFinished(Event, frozen=True, kw_only=True, tag="step"):
     step_s: float
     tokens_per_s: float
     phases_s: dict[str, float]  # data, forward, backward, optimizer, other
-    stalls_s: dict[str, float]  # by cause: weights, update, gradients
+    stalls_s: dict[str, float]  # by cause: weights, disk, update, gradients
     eta_s: float | None = None
     eta_spread_s: float | None = None  # plus or minus, from the spread of recent steps
     loss_scale: float | None = None  # of fp16: what the loss was multiplied by
