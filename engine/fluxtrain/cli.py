@@ -215,7 +215,7 @@ def dry_run(
 ) -> None:
     """Train three real steps and leave nothing behind.
 
-    Shows what the plan predicts beside what was measured.
+    Shows predicted and measured values side by side.
     """
     chosen = _named_config("try", config, demo, overrides_of(sets, None, device))
     with Importing():

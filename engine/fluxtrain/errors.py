@@ -143,8 +143,8 @@ def system_error(error: BaseException, path: object = None) -> OSError | None:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return whether a library in Rust failed in a way that it did not foresee. `except Exception`
-    does not catch it, and its class is of no module to import."""
+    """Return whether a library in Rust panicked. `except Exception` does not catch it, and its
+    class cannot be imported."""
     return type(error).__name__ == "PanicException"
 
 

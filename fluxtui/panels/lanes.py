@@ -1,6 +1,6 @@
 """The activity of every stream and thread during one step, as lanes over time.
 
-Of several cards each has its own lanes, and a line says how long each was idle beside the others.
+Of several cards each has its own lanes, and a line its idle time while others computed.
 """
 
 from __future__ import annotations

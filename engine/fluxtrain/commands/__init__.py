@@ -1,1 +1,1 @@
-"""The commands of `fluxtrain` beside `train`, and what their output has in common."""
+"""The commands of `fluxtrain` other than `train`, and what their output has in common."""

@@ -13,7 +13,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 # A message in its normal form, as chat templates take it; a key that has no value is absent:
 #   role               one of ROLES
-#   content            a string (text parts are joined); None only beside `tool_calls`
+#   content            a string (text parts are joined); None only with `tool_calls`
 #   tool_calls         a list of {"type": "function", "id": string, "function": {"name": string,
 #                      "arguments": object}}; `id` may be absent. Arguments are always a JSON
 #                      object here, whatever the file holds: rendering turns them into a string

@@ -1,4 +1,4 @@
-"""Folders that are made beside their final place, and cleared where their maker was killed.
+"""Folders that are made next to their final place, and cleared where their maker was killed.
 
 Each holds a mark, a file that its maker keeps locked as long as it lives: the kernel drops the lock
 with the process, whatever ends it. A folder whose mark nobody locks is left over.

@@ -26,7 +26,7 @@ JSON_LIMIT_BYTES = 32 << 20  # a plan or a manifest of a hundred thousand blocks
 BEGUN_S, SILENT_S = 5.0, 120.0  # how long a pipe is waited for: the shell opens its own at once
 PIPE_PERIOD_S = 0.02
 PAUSES_S = (0.5, 2.0, 8.0)  # before a failed read is done again
-STUCK_S = 60.0  # a read that takes longer is done again beside it
+STUCK_S = 60.0  # a read that takes longer is repeated meanwhile
 _PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO)  # network, loose cable
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",

@@ -5,7 +5,7 @@ run will. All of it is on the device, so that no copy is in the times. Where tha
 (embedding and head can be larger than many blocks) the edges stream, and their copies are hidden.
 
 Three sizes are timed: few rows, many rows at once, and the many rows in chunks of the few. The last
-two are the same work, so their difference is what a chunk costs beside its rows: gradients are
+two are the same work, so their difference is the cost of a chunk besides its rows: gradients are
 added up once for each chunk, and small products are slow. Without a GPU, where copies and updates
 take time from the cores that compute, streamed steps are timed too, in turn with the others: other
 programs can slow down all steps of one kind for a second, so of each kind the fastest step counts.
@@ -313,7 +313,7 @@ def _timed(model: nn.Module, batches: _Batches, device: torch.device, setup: _Se
         names = SIZES[1:] if number else SIZES
         for name, times in _time_sizes(small, batches, device, setup, names).items():
             sizes.setdefault(name, BlockTimes(times.rows)).add(times)
-        free_memory(device)  # or the two wrapped models would take memory beside each other
+        free_memory(device)  # or the two wrapped models would take memory at the same time
         with wrapped(small, device, "weights", max(setup.rows), frozen=setup.frozen) as engine:
             steps_s, copied_bytes = streamed_steps(small, engine, batches.usual(max(setup.rows)))
         streamed_s += steps_s

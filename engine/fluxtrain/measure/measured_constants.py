@@ -1,6 +1,6 @@
 """Keep the measured constants of a plan: rates of the machine, and the times of one block.
 
-They are kept beside the probe's rates and for as long, in one file for each machine and model
+They are kept with the probe's rates and for as long, in one file for each machine and model
 shape. They are never taken from an earlier training; but where its steps took far more or less than
 predicted, predicted times are multiplied by what they took of it (docs/decisions/0019).
 """

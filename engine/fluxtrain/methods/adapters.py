@@ -1,4 +1,4 @@
-"""Low-rank adapters beside frozen weights: LoRA, rsLoRA and DoRA, by peft's own classes.
+"""Low-rank adapters on frozen weights: LoRA, rsLoRA and DoRA, by peft's own classes.
 
 Hu et al. 2021, "LoRA" (https://arxiv.org/abs/2106.09685). Adapters are in the dtype of the layers
 that they are added to, with exact fp32 masters in the optimizer. Their files are peft's.
@@ -33,7 +33,7 @@ from fluxtrain.models.isolation import first_blocks
 from fluxtrain.models.loading import LoadedModel
 from fluxtrain.plan.states import StorageFormat
 
-LINEAR = (nn.Linear, Conv1D)  # what peft's LoRA stands beside; Conv1D is GPT-2's linear layer
+LINEAR = (nn.Linear, Conv1D)  # layers that peft's LoRA adapts; Conv1D is GPT-2's linear layer
 # `self.out_proj.weight` as a kernel's argument; comparing or setting it up is no reading of it.
 _READ_PAST = re.compile(
     r"(?<!isinstance\()\bself\.(\w+)\.weight\b"

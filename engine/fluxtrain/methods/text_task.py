@@ -109,7 +109,7 @@ class CausalLM:
 PROMPT_CHARACTERS = 60
 _LOOKED_AT_ROWS = 64  # of the data, for the tokens of its chat template
 _COMPARED_ROWS = 1024  # of an embedding, for the usual size of a row
-_SMALLEST_NORM = 0.01  # of a trained row beside the usual one
+_SMALLEST_NORM = 0.01  # of a trained row, as a share of the usual one
 
 Tell = Callable[[str], None]
 Waits = Callable[[Callable[[], PreparedData]], PreparedData]

@@ -24,7 +24,7 @@ class Copied:
     """The weights of a model that are no pages of its files, in bytes on the host."""
 
     weights_bytes: int = 0
-    sources_bytes: int = 0  # their sources, beside them until they are made
+    sources_bytes: int = 0  # their sources, freed once they are made
     merged_bytes: int = 0  # of them, merged from several tensors: split when saved
     odd_dtypes: tuple[str, ...] = ()  # one entry for each weight stored in another dtype than most
 

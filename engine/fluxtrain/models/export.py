@@ -1,6 +1,6 @@
 """Saves a model so that `from_pretrained` loads it anywhere; tries its files before the training.
 
-The folder appears complete or not at all: it is written beside its place, synced, and renamed.
+The folder appears complete or not at all: it is written next to its place, synced, and renamed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Loads a causal language model with its tokenizer: a local folder, a hub id, or the demo.
 
-safetensors maps the weights straight into the parameters, so loading takes no memory beside the
+safetensors maps the weights straight into the parameters, so loading takes no memory besides the
 pages of the files. Converted weights (another dtype, merged experts) are copies, but loading never
 holds a second copy of the whole model.
 """

@@ -1,4 +1,4 @@
-"""Writes configurations in the words of transformers 4 and of transformers 5, beside each other.
+"""Writes configurations in the words of transformers 4 and of transformers 5, side by side.
 
 Version 5 has renamed keys; each version reads its own and passes over the other's. Version 4 takes
 a base of 10000 where it finds no `rope_theta`, without a word, and knows no tokenizer by the name

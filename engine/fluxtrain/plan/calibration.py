@@ -114,7 +114,7 @@ class Calibration:
     activation_bytes: int  # of one block and row, at the peak of its backward pass
     edge_bytes: int = 0  # a row: of what stands behind the blocks, at its peak there, on a GPU
     kept_backward: Line | None = None  # one block that keeps its activations; None: not timed
-    kept_bytes: int | None = None  # of one block and row, beside its input
+    kept_bytes: int | None = None  # of one block and row, without its input
     host_block_s: float = 0.0  # the host queues one chunk of a block's forward and backward
     host_forward_s: float = 0.0  # of the forward alone
     host: HostTimes | None = None  # the same in whole steps, with a GPU

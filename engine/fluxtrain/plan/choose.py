@@ -394,7 +394,7 @@ class _Chooser:
         asked = self.request.deferred_moments
         if self.request.optimizer_in_backward or asked is False:
             return now
-        # Any gain will do: a host that is slower beside AdamW than when it was timed, as virtual
+        # Any gain will do: a host that is slower during AdamW than when it was timed, as virtual
         # ones are at times, then holds the forward pass up less.
         return then if asked or then.step_s < now.step_s else now
 
@@ -710,7 +710,7 @@ class _CardSearch:
         sums = max((g.sum_bytes for g in dealt.groups_of(card) if g.kind == "block"), default=0)
         copied = self.head_dealing != "one_card" and card != EDGES_CARD
         head = self._head_copy_bytes if copied else 0
-        at_once = min(run, LANES) - 1  # further blocks that compute beside one
+        at_once = min(run, LANES) - 1  # further blocks that compute at once
         return self.landing_bytes + at_once * (sums + self._chunk_bytes) + head
 
     @cached_property

@@ -47,7 +47,7 @@ from fluxtrain.plan.spread import DeviceFirst, spread
 from fluxtrain.plan.tables import TableRows
 
 SLOTS: dict[Offload, int] = {"none": 0, "optimizer": 0, "weights": 3, "max": 2}
-# Of tensors as large as a block's input, beside what a block holds of a chunk. On a GPU as
+# Of tensors as large as a block's input, besides a block's memory for a chunk. On a GPU as
 # `tests/engine/test_live_tensors.py` counts them; without one the heap keeps more than is there.
 INPUTS_IN_FLIGHT = 2  # with block inputs on the host: a block's own, and the next one's
 HEAP_INPUTS = 3

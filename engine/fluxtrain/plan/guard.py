@@ -70,7 +70,7 @@ class HostNeed:
 
     lasting_bytes: int  # arenas and block inputs
     loading_bytes: int = 0  # copies of weights before they are on the host
-    saving_bytes: int = 0  # copies of weights beside what is on the host
+    saving_bytes: int = 0  # copies of weights besides those on the host
     parameters: int = 0
 
     @property

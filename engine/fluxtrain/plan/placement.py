@@ -194,7 +194,7 @@ class CardLayout:
     """One card's share of the model, and where its bytes are."""
 
     card: CardCapacity
-    search: Search  # of the share, in what is left beside `beside_bytes`
+    search: Search  # of the share, in the memory left after `beside_bytes`
     layout: Layout
     need: Footprint
     landing_bytes: int

@@ -24,7 +24,7 @@ class Efficiency:
     """Constants of a class of machines, for quantities that are not measured on each machine."""
 
     matmul_fraction: float  # of the measured matmul rate, within a block
-    block_chunk_s: float  # beside the products, for each block and chunk: launches, norms
+    block_chunk_s: float  # besides products, for each block and chunk: launches, norms
 
 
 # Fitted to the resident rows of docs/benchmarks.md: 0.245, 0.459 and 1.698 s.

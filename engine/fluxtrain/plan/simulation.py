@@ -296,7 +296,7 @@ class _Clocks:
         if backward:
             alone = times.backward if clips else times.backward_beside
             beside = times.backward_beside
-        # of the chunk with what is done once a block, and of the others: alone, beside AdamW
+        # of the chunk with the work done once a block, and of others: without AdamW, and with
         once_s = alone.at(1), max(alone.at(1), beside.at(1))
         other_s = alone.slope, max(alone.slope, beside.slope)
         several, hop_bytes = self.work.cards > 1, self.work.hop_bytes
@@ -416,7 +416,7 @@ class _Clocks:
             if card != EDGES_CARD and first:
                 copied_s = self._hop(EDGES_CARD, card, ready_s, work.head_copy_bytes)
                 there_s = max(there_s, copied_s)
-            if work.head_up_s:  # beside the computation, but for sums, which it waits for
+            if work.head_up_s:  # while the card computes, except sums, which it waits for
                 copied_s = self._copy(0, card, there_s, work.head_up_s + sums_up_s)
                 there_s = max(there_s + sums_up_s, copied_s - seconds)
             begin_s, end_s = self._compute(card, max(ready_s, there_s), seconds)

@@ -2,7 +2,7 @@
 
 A batch of T tokens looks at T rows at most. They are gathered on the host into page-locked memory,
 copied, looked up; the gradients of the same rows are downloaded and put among zeros there. Beside
-150 thousand rows that is a small part; beside a few hundred it is none, and reading the ids on the
+150 thousand rows that is a small part; of a few hundred it is most, and reading the ids on the
 host is for nothing.
 """
 

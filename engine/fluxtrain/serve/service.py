@@ -47,7 +47,7 @@ PLANS_AT_ONCE = 2
 
 
 class Service:
-    """What one server has; the routes in `app` are its only users."""
+    """The state of one server; the routes in `app` are its only users."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The methods beside each other: whether each fits, what it takes, and what it gives up."""
+"""The methods side by side: whether each fits, what it takes, and what it gives up."""
 
 from __future__ import annotations
 

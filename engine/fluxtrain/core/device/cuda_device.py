@@ -1,4 +1,4 @@
-"""One NVIDIA GPU as a device: copies run on streams beside the computation's."""
+"""One NVIDIA GPU as a device: copies run on streams of their own."""
 
 from __future__ import annotations
 

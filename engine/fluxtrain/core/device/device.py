@@ -1,7 +1,7 @@
 """`Device`, what the engine asks of a device, and `Transfer`, a copy under way: each wait for a
 copy goes through one.
 
-Uploads and downloads run beside the computation, one queue a direction. A third queue holds uploads
+Uploads and downloads run during the computation, one queue a direction. A third queue holds uploads
 that follow other copies (gradient sums that are still being downloaded), so that uploads of weights
 need not wait behind them. On CUDA the queues are streams; on CPU they are threads, and the "device"
 is a separate buffer in host memory, so that streaming is exercised for real.
@@ -59,7 +59,7 @@ class Device:
     stalls: Stalls
     recorder: Recorder
     pins = False  # host memory should be page-locked
-    lanes = 1  # that blocks may compute on beside each other; see `computing`
+    lanes = 1  # that blocks may compute on at once; see `computing`
     _disk: DiskReads | None = None  # made when files are first read
 
     @property

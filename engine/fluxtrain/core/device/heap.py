@@ -2,7 +2,7 @@
 
 A heap keeps freed memory for the next tensor. Activations that wait for the backward pass, and the
 nodes of their graphs, are scattered among the freed ranges. Before version 2.39 glibc does not
-reuse a hole even for a tensor of the size that left it: the slivers beside aligned memory stay in
+reuse a hole even for a tensor of the size that left it: the slivers next to aligned memory stay in
 lists that are not merged (sourceware bug 30723). So a heap grew with every block, to several times
 what it held. Empty pages are given back to the system instead (malloc_trim(3)) when there are more
 than a block needs; each costs a page fault when it is used again.

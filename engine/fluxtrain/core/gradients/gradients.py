@@ -174,10 +174,10 @@ class Gradients:
 
 
 class FlatSum:
-    """The sum of one group.
+    """The gradient sum of one group.
 
-    `views` are of memory that is used again and again: of staging, and of `flat` if `flat_stays`.
-    of: `flat` is the gradient of this member, which is all that the group has.
+    `views` are views of memory used again and again: of staging, and of `flat` if `flat_stays`.
+    of: `flat` is the gradient of this member, the only one of the group.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ and each segment into its matrices and, behind them, its vectors (norms, biases)
 A trained bf16 segment is the `hi` half of fp32 masters: `lo`, `m` and `v` complete it to 12 bytes a
 parameter, a bf16 gradient to 14; with moments in 8 bits these are 6 and 8, and parameters of few
 elements lie in segments of their own with fp32 moments. A trained fp32 segment is its own master.
-fp16 weights are no half of anything: their fp32 masters lie beside them whole (14 and 16 bytes),
+fp16 weights are no half of anything: their fp32 masters are stored whole (14 and 16 bytes),
 and the weights are what the masters round to.
 
 Large frozen weights may be packed in 4 or 8 bits (`frozen`). Their parameters on the host are

@@ -20,7 +20,7 @@ from fluxtrain.plan.group_placement import KINDS, GroupPlacement, Kind, Tier
 from fluxtrain.units import bytes_text
 
 _LEAST_DROPPED_BYTES = 1 << 20  # a smaller weight is not worth a look at the memory map
-_TENSORS: dict[Kind, tuple[str, ...]] = {  # of a segment, beside its weights
+_TENSORS: dict[Kind, tuple[str, ...]] = {  # of a segment, besides its weights
     "weights": (),
     "state": (*MASTERS, "m", "v", *SCALES),
     "gradients": ("rounded", "wide"),

@@ -1,6 +1,6 @@
 """Converts the state of an optimizer that was taken over to torch's own layout.
 
-torch's AdamW ignores the entries under our key and would begin with moments of zero beside them.
+torch's AdamW ignores the entries under our key and would begin with moments of zero instead.
 This happens when a state dict of a wrapped model is loaded for a plain one, when model and
 optimizer were copied or pickled together, and when an optimizer outlives `unwrap`.
 """

@@ -43,7 +43,7 @@ class Held:
     """A group whose next update waits until its state is copied."""
 
     copied: Future[None]
-    read: Read  # of what is on a device, as it is now: on any thread, beside the computation
+    read: Read  # of what is on a device, as it is now: on any thread, during the computation
 
 
 def hold_for_saving(context: Context, name: str) -> Held | None:

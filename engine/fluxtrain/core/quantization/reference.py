@@ -172,7 +172,7 @@ def _pack_int8(place: PackedWeight, weight: Tensor, arrays: dict[str, Tensor]) -
 def unpack(layout: PackedLayout, packed: Tensor, out: Tensor) -> None:
     """Compute the dense form into out (elements,), bf16, fp16 or fp32; on any device.
 
-    In pieces: beside `out` it takes at most 16 bytes for each of `PIECE_ELEMENTS`.
+    In pieces: besides `out` it takes at most 16 bytes for each of `PIECE_ELEMENTS`.
     """
     arrays = layout.arrays(packed)
     if layout.format == "int8":

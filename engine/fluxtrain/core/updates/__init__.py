@@ -1,1 +1,1 @@
-"""Optimizer updates: queued in forward order, clipped by the norm, run beside the training."""
+"""Optimizer updates: queued in forward order, clipped by the norm, run during the training."""

@@ -1,4 +1,4 @@
-"""Adapters beside a wrapped base: late ones, and DoRA's magnitudes beside packed weights.
+"""Adapters on a wrapped base: late ones, and DoRA's magnitudes on packed weights.
 
 TRL puts adapters into a model after it was wrapped, where it is given a `peft_config`. peft takes
 DoRA's magnitudes from the weights before these are packed; the first output of a fresh adapter

@@ -139,7 +139,7 @@ def wrap_placed(
     keeping: Keeping | None = None,
 ) -> nn.Module:
     """Do what `wrap` does, for a trainer that has loaded the model: with a made placement, updates
-    beside the computation, packed weights that may be kept on disk, and its files' pages given
+    during the computation, packed weights that may be kept on disk, and its files' pages given
     back as soon as they were read."""
     refuse_unsupported(model)
     how: dict[str, Any] = {"overlap": True, "keeping": keeping, "drops": True}

@@ -1,4 +1,4 @@
-"""Tells by the names of columns which one is the prompt, which the answer, and what is beside them.
+"""Tells by the names of columns which one is the prompt, which the answer, and which neither.
 
 What can be read in one way is read so, and said. What can be read in several is refused with the
 settings of each. Standard library only.

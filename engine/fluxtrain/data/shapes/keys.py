@@ -48,7 +48,7 @@ NEEDED: dict[str, tuple[str, ...]] = {  # of conversations one of their keys
     "alpaca": ("instruction", "output"),
     "completion": ("prompt", "completion"),
 }
-# What `data.columns` may name, beside `role` and `content` within messages.
+# What `data.columns` may name, besides `role` and `content` within messages.
 COLUMNS = (
     *("text", "title", "messages", "tools", "system", "prompt", "completion"),
     *("instruction", "input", "output", "history"),

@@ -1,7 +1,7 @@
 """The folder of cached tokens: an entry for each data set, tokenizer and way of reading.
 
 An entry is built by one process, with the exclusive lock of `lock`; others wait for it. Readers
-hold a shared lock of `used`, so an entry in use is never removed; it may be built anew beside them,
+hold a shared lock of `used`, so an entry in use is never removed; it may be built anew meanwhile,
 as they have its old files mapped. Entries that nobody used for a month are removed.
 
 The folder may hold other things, and may be named by a run that was made elsewhere: an entry has a
@@ -140,7 +140,7 @@ class CachedTokens:
             shutil.rmtree(self.folder / name, ignore_errors=True)
 
     def discard(self, names: Sequence[str]) -> None:
-        """Remove what was complete and is damaged; shards of a killed writer are kept."""
+        """Remove complete shards that are damaged; shards of a killed writer are kept."""
         if (self.folder / _COMPLETE).exists():
             (self.folder / _COMPLETE).unlink()
             for name in names:

@@ -232,9 +232,9 @@ def _bound(
 ) -> tuple[str, str, str]:
     """Return the lane that binds the step, the reason in words, and unrecorded time as an aside.
 
-    A lane that the computation waits for binds before the computation does, from `BINDS_FROM` on.
-    Unrecorded time binds only if it is longer than both. Of the computation the host binds what it
-    queued too slowly, from half of it on.
+    A lane that the computation waits for, from `BINDS_FROM` of the step on, binds rather than the
+    computation. Unrecorded time binds only if it is longer than both. The host binds instead of
+    the computation where at least half of that was queued too slowly.
     """
     nobody_s = waits_s.get("host", 0.0)
     by_lane: dict[str, float] = {}

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-BUSY_SHARE = 0.15  # of all processors; a measurement beside more is soon repeated
+BUSY_SHARE = 0.15  # of all processors; a measurement under more is soon repeated
 LOOK_S = 0.25
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _IDLE, _WAITING = 3, 4  # columns of the line "cpu"

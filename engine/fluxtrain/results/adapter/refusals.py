@@ -214,7 +214,7 @@ def _is_of_adapter(name: str, own: Collection[str]) -> bool:
 def _unfit(folder: Path, why: str) -> BadInput:
     return BadInput(
         f"the adapter {folder} does not fit its base: {why}; name the model that it was trained "
-        f"beside with --base, or {_AGAIN}"
+        f"on with --base, or {_AGAIN}"
     )
 
 

@@ -56,7 +56,7 @@ class GgufModel:
     def of(
         cls, base: BaseFiles, empty: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     ) -> GgufModel:
-        """Find the names.
+        """Find the name in the file for each tensor.
 
         empty: the model on the meta device. Raises BadInput for a model, a tokenizer or a setting
         that llama.cpp would compute in another way.

@@ -2,7 +2,7 @@
 
     checkpoints/step-00000120/  manifest.json  trainer.json  shard-00000.safetensors ...
 
-A checkpoint is written beside its final name and renamed when everything is on disk, so a kill
+A checkpoint is written next to its final name and renamed when everything is on disk, so a kill
 or a full disk never harms the one before. Some shards are written, and read, at once, from the
 engine's own memory.
 """

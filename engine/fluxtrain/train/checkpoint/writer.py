@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from fluxtrain.methods.optimizer import Optimizer
 
 PERIOD_S = 600.0
-TRAINER_BYTES = 1 << 20  # of a checkpoint beside weights and states, at most
+TRAINER_BYTES = 1 << 20  # of a checkpoint besides weights and states, at most
 SHARE = 0.05  # of the time, at most, goes into checkpoints that nobody asked for
 
 

@@ -7,9 +7,9 @@ updates and gradients, and B those of its backward passes:
 |-----------|-----------------------------------------------------------------------------------|
 | resident  | the copies that fall away, W at most (W / 2 where trained weights still go up once) |
 | device    | by the cost model, W + U + G at most                                              |
-| prefetch  | half of what is waited for although the copies would fit beside the computing      |
+| prefetch  | half of what is waited for although the copies would fit into the computing        |
 | chunk     | by the cost model, whose launches are paid for each chunk                           |
-| backward  | min(U, B): without clipping updates run beside the backward pass                  |
+| backward  | min(U, B): without clipping updates run during the backward pass                  |
 | queue     | by the cost model, a token, with twice the rows a chunk: as many operations         |
 | rows      | half of W, as many rows in half as many passes; or, a token, what 2 batches share  |
 | data      | the time in which batches were made                                               |

@@ -1,4 +1,4 @@
-"""Samples memory, traffic, residency and moves in a thread beside the training."""
+"""Samples memory, traffic, residency and moves in a thread during the training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a planned run takes, and the fast, balanced and fit plans beside it."""
+"""How long a planned run takes, and its fast, balanced and fit plans."""
 
 from __future__ import annotations
 

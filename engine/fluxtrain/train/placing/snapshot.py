@@ -65,7 +65,7 @@ def snapshot_of(
 def choose_snapshot(
     group_bytes: Sequence[int], at_once_bytes: int, room_bytes: int | None, *, own_optimizer: bool
 ) -> Snapshot:
-    """Choose from the sizes of the groups' states and the host memory beside the plan.
+    """Choose from the sizes of the groups' states and the host memory that the plan leaves.
 
     Args:
         group_bytes: what each group's shard takes.
