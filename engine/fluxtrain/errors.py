@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 from collections.abc import Iterable, Iterator
+from typing import Self
 
 EXIT_FINISHED = 0
 EXIT_BUG = 1
@@ -59,12 +60,13 @@ class BadInput(FluxTrainError, ValueError):
 class TooNew(BadInput):
     """A file is in a format of a later FluxTrain (docs/formats.md)."""
 
-    def __init__(self, what: str, found: str, reads: str, written_by: str) -> None:
-        """what: names the file, and `found` its format; `reads`: the newest that is read;
-        written_by: the version of FluxTrain that wrote it, empty where it does not say."""
+    @classmethod
+    def of(cls, what: str, found: str, reads: str, written_by: str) -> Self:
+        """Return the error of a file. what: names it; found: its format; reads: the newest that is
+        read; written_by: the version of FluxTrain that wrote it, empty where it does not say."""
         by = f"FluxTrain {written_by}" if written_by else "a later FluxTrain"
         cure = f"'fluxtrain>={written_by}'" if written_by else "-U fluxtrain"
-        super().__init__(
+        return cls(
             f"{what} was written by {by} in format {found}, and this one reads {reads} at most: "
             f"update it with `pip install {cure}`"
         )

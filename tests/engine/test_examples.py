@@ -38,7 +38,7 @@ def test_every_file_stands_in_the_readme() -> None:
     named = set(
         re.findall(r"`([\w.]+\.(?:txt|jsonl|json|csv))`", (EXAMPLES / "README.md").read_text())
     )
-    beside = {"README.md", "run.yaml", *ADAPTERS}
+    beside = {"README.md", "run.yaml", "zero_to_hero.ipynb", *ADAPTERS}
     there = {path.name for path in EXAMPLES.iterdir() if path.is_file()} - beside
     assert there == set(SHAPES) == named
 

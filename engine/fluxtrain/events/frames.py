@@ -93,7 +93,7 @@ def classify_line(line: bytes) -> AnyEvent | Skipped:
 def check_schema(schema: str, written_by: str) -> None:
     """Raise `SchemaTooNew` for another major version than ours; minors only add."""
     if schema.partition(".")[0] != str(SCHEMA_MAJOR):
-        raise SchemaTooNew("this run's journal", schema, f"{SCHEMA_MAJOR}.*", written_by)
+        raise SchemaTooNew.of("this run's journal", schema, f"{SCHEMA_MAJOR}.*", written_by)
 
 
 def _classify_odd_line(line: bytes) -> AnyEvent | Skipped:

@@ -296,7 +296,7 @@ def _manifest(path: Path) -> dict[str, Any]:
     found = manifest.get("format")
     if type(found) is int and found > FORMAT:
         by = manifest.get("written_by")
-        raise TooNew(f"{path}", str(found), str(FORMAT), by if isinstance(by, str) else "")
+        raise TooNew.of(f"{path}", str(found), str(FORMAT), by if isinstance(by, str) else "")
     if found != FORMAT:
         raise Damaged(f"{path.name}: checkpoint format {found}, this version reads {FORMAT}")
     try:
