@@ -97,7 +97,7 @@ def test_a_model_in_use_has_its_first_card_current_before_it_is_read(
 ) -> None:
     there = Cards(monkeypatch)
 
-    def reads(*_: Any) -> Any:
+    def reads(*_: Any, **__: Any) -> Any:
         raise BadInput("read")
 
     monkeypatch.setattr(opening, "load_model", reads)

@@ -106,7 +106,7 @@ def test_a_slow_update_is_told_and_a_wait_for_it_is_not_the_hosts(
 
     from fluxtrain.core.updates import updates
 
-    pause_s = 0.02
+    pause_s = 0.05
     step: Callable[..., None] = updates.step_
 
     def slow(*args: object, **kwargs: object) -> None:

@@ -211,7 +211,7 @@ def test_the_first_card_of_a_plan_is_the_current_one(
     monkeypatch.setattr("fluxtrain.core.wrap.wrap.wrap_placed", wrap_placed)
     several = len(cards) > 1
     placement: Any = SimpleNamespace(
-        several_cards=several, cards=[SimpleNamespace(index=at) for at in cards]
+        several_cards=several, groups=(), cards=[SimpleNamespace(index=at) for at in cards]
     )
     loaded: Any = SimpleNamespace(model=None, weight_files=())
     facts: Any = SimpleNamespace(scales_its_loss=False)

@@ -20,7 +20,7 @@ MOST = 1500  # characters of a message that quotes one value
 KINDS = [
     kind
     for _, kind in inspect.getmembers(errors, inspect.isclass)
-    if issubclass(kind, errors.FluxTrainError) and kind is not errors.Interrupted
+    if issubclass(kind, errors.FluxTrainError) and kind not in (errors.Interrupted, errors.TooNew)
 ]
 
 

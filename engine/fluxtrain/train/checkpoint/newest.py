@@ -121,9 +121,9 @@ def changed_settings(path: Path, old: dict[str, Any], new: dict[str, Any]) -> li
     """
     different = {key for key in old.keys() | new.keys() if old.get(key) != new.get(key)}
     allowed = set()
-    if new[_RATE] <= old[_RATE]:
+    if _RATE in old and new[_RATE] <= old[_RATE]:
         allowed |= {_RATE, "train.learning_rate"}
-    was, now = old[_WARMUP], new[_WARMUP]
+    was, now = old.get(_WARMUP), new.get(_WARMUP)
     if isinstance(now, int) and (was == "auto" or (isinstance(was, int) and now >= was)):
         allowed.add(_WARMUP)
     words = {
