@@ -76,6 +76,7 @@ ModelFolder = Callable[..., Path]
         (["train", "--demo", "--device", "tpu"], "placement.device"),
         (["train", "--demo", "--bogus"], "--bogus"),
         (["plan"], "nothing to plan"),
+        (["evaluate", "last"], "set FLUXTRAIN_RUNS to the folder of the runs"),
         (["fly"], "fly"),
     ],
 )
@@ -154,6 +155,8 @@ def test_data_that_cannot_be_used_is_refused(
     answer = call("train", run_config(data__path=str(path)), "--run-dir", tmp_path / "run")
     assert_refused(answer, 2, expected)
     assert path.read_bytes() == content
+    told = answer.stderr.removeprefix("error: ").strip()
+    assert_refused(call("evaluate", tmp_path / "run"), 2, told, "--resume")  # why there is no model
 
 
 def test_a_run_directory_that_is_used_already_is_refused(

@@ -218,6 +218,9 @@ def test_keys_and_roles_of_messages_are_mapped(tmp_path: Path) -> None:
     turns = [{"speaker": "patient", "words": "how"}, {"speaker": "doctor", "words": "so"}]
     path = lines(tmp_path, {"talk": turns})
     assert "set data.columns: {messages: talk, role: ..., content: ...}" in refusal(path)
+    named = lines(tmp_path, {"Messages": [{"Role": "user", "Content": "how"}]})
+    assert "{messages: Messages, role: Role, content: Content}" in refusal(named)
+    path = lines(tmp_path, {"talk": turns})
     [row] = rows(
         path,
         columns={"messages": "talk", "role": "speaker", "content": "words"},

@@ -118,6 +118,8 @@ def _of_run(run_dir: RunDir, step: int | None) -> FoundModel:
     if checkpoint is None:
         summary = run_dir.summary()
         goes_on = f"go on with `fluxtrain train --resume {shlex.quote(str(run_dir.path))}`"
+        if summary.message:  # the same settings end in the same way
+            goes_on = f"it ended with: {summary.message}; cure that and {goes_on}"
         raise BadInput(
             f"{run_dir.path} has saved no model and no checkpoint yet (it is {summary.word()}): "
             f"{'wait for its first' if summary.state == 'running' else goes_on}"

@@ -157,10 +157,12 @@ def _of_lists(values: Mapping[str, Any]) -> str | None:
         if not isinstance(first, dict):
             continue
         inner = ", ".join(list(first)[:4])
+        cased = {name.lower(): name for name in first}
+        parts = f"role: {cased.get('role', '...')}, content: {cased.get('content', '...')}"
         if key in CONVERSATIONS:
             return (
                 f"message 1 of `{key}` has no `role` (its keys: {inner}): each needs `role` and "
-                "`content`; if they have other names, set data.columns: {role: ..., content: ...}"
+                f"`content`; if they have other names, set data.columns: {{{parts}}}"
             )
         if key in _WRAPPERS and (found := shapes_of(first)):
             return (
@@ -169,7 +171,7 @@ def _of_lists(values: Mapping[str, Any]) -> str | None:
             )
         return (
             f"if `{key}` holds messages (their keys: {inner}), set data.columns: "
-            f"{{messages: {key}, role: ..., content: ...}}"
+            f"{{messages: {key}, {parts}}}"
         )
     return None
 

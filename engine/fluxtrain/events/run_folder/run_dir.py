@@ -381,7 +381,10 @@ def find_run(wanted: str, root: Path | None = None) -> Path:
         if RunDir(wanted).holds_run():
             return RunDir(wanted).path
     if not names:
-        raise BadInput(f"no run '{wanted}': there are no runs in {root}")
+        raise BadInput(
+            f"no run '{wanted}': there are no runs in {root}: name a run's folder, or set "
+            "FLUXTRAIN_RUNS to the folder of the runs"
+        )
     near = difflib.get_close_matches(wanted, names, n=3, cutoff=0.3) or names[:3]
     raise BadInput(f"no run '{wanted}' in {root}; did you mean {', '.join(near)}?")
 
