@@ -184,6 +184,7 @@ def test_a_stopped_run_is_used_from_its_checkpoint_as_if_it_had_ended_there(
     answer = exported(tmp_path / "run", merge=False)
     assert answer.folder == str(tmp_path / "run" / f"{answer.kind}-step-5")
     assert answer.kind == ("model" if given["name"] == "full" else "adapter")
+    assert "not checked" not in export_page(answer)  # a copy, bit for bit
     for path in ended.iterdir():
         made = Path(answer.folder, path.name)
         if path.name == "adapter_config.json":

@@ -43,7 +43,7 @@ def export_page(found: ExportAnswer) -> str:
         ]
     checked = [part.line for part in (found.layers, found.logits) if part is not None]
     lines += [f"checked: {line}" for line in checked]
-    if found.kind != "adapter" and not checked:
+    if found.kind not in ("adapter", "model") and not checked:  # these are copied bit for bit
         lines.append("not checked")
     if found.quantisation is not None:
         lines.append(f"compared with the base as it was trained: {found.quantisation.line}")
