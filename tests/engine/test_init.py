@@ -135,3 +135,23 @@ def test_a_model_that_a_run_cannot_use_writes_no_file(
 
 def test_the_help_names_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "init" in call(capsys, "--help")[1]
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_base_model_gets_a_template_whose_turns_it_can_end(
+    by_name: bool, model_folder: Callable[..., Path], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    folder = model_folder()
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    named = json.loads((folder / "tokenizer_config.json").read_text())
+    named.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    monkeypatch.chdir(folder.parent)
+    Path("qa.csv").write_text("instruction,response\n" + "what is one,it is one thing\n" * 40)
+    model = folder.name if by_name else folder
+    code, out, err = call(capsys, "init", "run.yaml", "--model", model, "--data", "qa.csv")
+    assert code == 0, out + err
+    assert yaml.safe_load(Path("run.yaml").read_text())["data"]["chat_template"] == "chatml"
+    code, out, err = call(capsys, "inspect", "run.yaml")
+    assert code == 0, out + err

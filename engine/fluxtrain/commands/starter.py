@@ -27,7 +27,10 @@ COMMENTS = {
     "train.evaluate_every": "steps between evaluations; auto: ten in the run",
     "train.final_model": "which weights are saved at the end: last, or best by evaluation",
 }
-_OTHERS = {"data.columns": "by their names; ours: the file's"}
+_OTHERS = {
+    "data.columns": "by their names; ours: the file's",
+    "data.chat_template": "the model has none: the first whose turns its tokenizer can end",
+}
 _HEAD = """\
 # A run of FluxTrain. What is not here has its default: `fluxtrain schema` lists every setting.
 #
@@ -50,33 +53,42 @@ def starter(path: str, model: str | None, data: str | None, overrides: Sequence[
     values |= _flat(apply_overrides({}, list(overrides)))
     config = validate(parse_yaml(_text(path, values), path), path)
     refuse_missing_paths(config)
-    if (model or data) and "data.columns" not in values and (columns := _read(config)):
-        values["data.columns"] = columns
+    if model or data:
+        values |= {key: value for key, value in _read(config).items() if key not in values}
     return _text(path, values)
 
 
-def _read(config: RunConfig) -> dict[str, str]:
-    """Read the first rows of the data with the model's tokenizer; return the columns that their
-    names told. What lies on the hub is not fetched.
+def _read(config: RunConfig) -> dict[str, object]:
+    """Read the first rows of the data with the model's tokenizer; return settings that they need:
+    the columns that names told, a template for conversations. What lies on the hub is not fetched.
 
     Raises BadInput as the run would for what was read.
     """
     from fluxtrain.data.prepare import corpora
     from fluxtrain.data.reading.request import DEMO, read_request
     from fluxtrain.data.reading.sampling import first_rows
+    from fluxtrain.data.rendering.named import templates_for, use_template
     from fluxtrain.train.placing.row_length import samples_of, tokenizer_of, with_row_length
 
-    is_fetched = config.model.path != DEMO and not is_local(config.model.path)
+    model = config.model.path
+    is_fetched = not (model == DEMO or is_local(model) or Path(model).is_dir())
     loaded = None if is_fetched else tokenizer_of(config)
     if config.data.path == DEMO or any(map(is_address, addresses(config.data.path))):
         return {}
     corpus, _ = corpora(read_request(config.data.model_dump()))
-    if loaded is None:
-        first_rows(corpus)
-    else:
+    found: dict[str, object] = {}
+    rows, _ = first_rows(corpus)
+    if loaded is not None:
+        tokenizer, _ = loaded
+        talks = any(row.messages and not row.plain for row in rows)
+        if talks and not tokenizer.chat_template and (names := templates_for(tokenizer)):
+            found["data.chat_template"] = names[0]
+            use_template(tokenizer, names[0])
         with_row_length(config, samples_of(config, *loaded))
-    first, *others = (dict(part.rules.columns) for part in corpus.parts)
-    return first if all(columns == first for columns in others) else {}
+    columns, *others = (dict(part.rules.columns) for part in corpus.parts)
+    if columns and all(other == columns for other in others):
+        found["data.columns"] = columns
+    return found
 
 
 def _text(path: str, values: Mapping[str, object]) -> str:

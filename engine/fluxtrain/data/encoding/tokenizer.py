@@ -22,7 +22,9 @@ class Tokenizer(Protocol):
     bos_token_id: int | None
     eos_token_id: int | None
     chat_template: Any
+    eos_token: Any
 
+    def get_vocab(self) -> dict[str, int]: ...
     @property
     def special_tokens_map(self) -> dict[str, Any]: ...
     @property

@@ -10,6 +10,7 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
+from fluxtrain.data.rendering.named import NamingTokenizer, templates_for
 from fluxtrain.data.row import Message, Tool
 from fluxtrain.errors import BadInput, FluxTrainError
 
@@ -33,7 +34,7 @@ class TemplateRefused(BadInput):
     """A chat template raised an error, or failed, on a conversation."""
 
 
-class TemplateTokenizer(Protocol):
+class TemplateTokenizer(NamingTokenizer, Protocol):
     """The part of a tokenizer that renders conversations."""
 
     @property
@@ -51,10 +52,11 @@ class ChatTemplate:
         try:
             tokenizer.get_chat_template()
         except ValueError as error:
+            named = ", ".join([*templates_for(tokenizer), "or the path of a .jinja file"])
             raise BadInput(
                 "the data has conversations and the model's tokenizer has no chat template: set "
-                "data.chat_template (chatml, llama-3, ..., or a .jinja file), use an "
-                "instruction-tuned model, or give the data as `text`"
+                f"data.chat_template to {named}, use an instruction-tuned model, or give the data "
+                "as `text`"
             ) from error
 
     def render(

@@ -139,14 +139,19 @@ def use_template(tokenizer: NamingTokenizer, chosen: str) -> None:
     vocabulary = tokenizer.get_vocab()
     if end is None or end not in vocabulary:
         wanted = end or "the tokenizer's end of sequence, which is not set"
-        others = [name for name, one in NAMED.items() if (one.end or tokenizer.eos_token) in
-                  vocabulary]  # fmt: skip
+        others = templates_for(tokenizer)
         raise BadInput(
             f"data.chat_template = {chosen} ends turns with {wanted}, which is no token of this "
             f"tokenizer, so the model could not learn to stop: choose {' or '.join(others) or 'a'}"
             f"{'' if others else ' .jinja file'}, or add the token to the tokenizer and the model"
         )
     tokenizer.chat_template = named.template
+
+
+def templates_for(tokenizer: NamingTokenizer) -> list[str]:
+    """Return the names of the templates whose turns `tokenizer` has a token to end."""
+    vocabulary = tokenizer.get_vocab()
+    return [name for name, one in NAMED.items() if (one.end or tokenizer.eos_token) in vocabulary]
 
 
 def _from_file(path: Path) -> str:
