@@ -135,7 +135,7 @@ def test_what_each_chunk_takes_and_what_a_block_takes_once_are_told_apart(
 ) -> None:
     import time
 
-    pause_s = 0.02
+    pause_s = 0.04
     owner, name = (LlamaMLP, "forward") if once == "a chunk" else (Window, "take")
     original = getattr(owner, name)
 
