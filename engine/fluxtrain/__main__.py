@@ -16,12 +16,13 @@ def main() -> None:
     try:
         command()
     except SystemExit as ended:
-        if "triton._C.libtriton" in sys.modules:
-            _end_before_teardown(ended.code)
+        code = ended.code or 0
+        if "triton._C.libtriton" in sys.modules and isinstance(code, int):
+            _end_before_teardown(code)
         raise
 
 
-def _end_before_teardown(code: object) -> None:
+def _end_before_teardown(code: int) -> None:
     """End the process with `code` and without Python's teardown, in which triton's bindings print
     all that they still hold as leaks. Threads and exit functions are waited for, as Python does."""
     import atexit
@@ -32,7 +33,7 @@ def _end_before_teardown(code: object) -> None:
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code if isinstance(code, int) else 1)
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ import httpx
 import pytest
 import sqlalchemy as sa
 
+from fluxtrain.serve.app import page
 from fluxtrain.serve.client import AsyncClient, Client, ServerRefused
 from fluxtrain.serve.jobs import job_object, run_of
-from fluxtrain.serve.listing import page
 from fluxtrain.serve.retention import delete_old
 from fluxtrain.serve.settings import Quotas
 from fluxtrain.serve.store import files, jobs

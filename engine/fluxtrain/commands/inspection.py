@@ -1,7 +1,8 @@
 """`fluxtrain inspect`: show the first documents of the data as the model will see them.
 
 The trainer's own code reads, tokenizes and packs them, so the tokens shown as trained on
-are those that get a label. Weights are not needed. Sizes beyond the sample are marked as estimates.
+have a label in training, too. Weights are not needed. Sizes beyond the sample are marked as
+estimates.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib.metadata import version
@@ -24,7 +24,6 @@ from fluxtrain.serve import job_events, registry, uploads
 from fluxtrain.serve.chat import ChatRequest, CompletionRequest, GenerateRequest, OpenAIAnswer
 from fluxtrain.serve.jobs import JobRequest, TuningRequest, find_job, job_object, run_of, want
 from fluxtrain.serve.keys import Caller, Scope, caller_of
-from fluxtrain.serve.listing import page
 from fluxtrain.serve.refusal import Refusal, not_found, without_folders
 from fluxtrain.serve.registry import Promotion
 from fluxtrain.serve.service import Service
@@ -60,6 +59,21 @@ def allowed(scope: Scope) -> Callable[[Request], Caller]:
         return caller
 
     return check
+
+
+def page(
+    rows: Sequence[Any], limit: int, shown: Callable[[Any], Any] = lambda row: row
+) -> dict[str, Any]:
+    """Return a page of a list as the SDK reads it: the first `limit` of `rows`, each through
+    `shown`; one row more means that more exist."""
+    data = [shown(row) for row in rows[:limit]]
+    return {
+        "object": "list",
+        "data": data,
+        "has_more": len(rows) > limit,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+    }
 
 
 Reads = Annotated[Caller, Depends(allowed("read"))]

@@ -190,7 +190,7 @@ class PackedCache:
         others = sum(path.stat().st_size for path in folder.rglob("*.packed"))
         return (
             f"{folder} has {free / GIB:.1f} GiB free (packed models there take "
-            f"{others / GIB:.1f} GiB: delete those that you no longer need)"
+            f"{others / GIB:.1f} GiB: delete what you no longer need)"
         )
 
     def _read(self, fd: int, into: Tensor) -> bytes:
