@@ -12,9 +12,8 @@ import httpx
 import pytest
 import sqlalchemy as sa
 
-from fluxtrain.serve.app import page
 from fluxtrain.serve.client import AsyncClient, Client, ServerRefused
-from fluxtrain.serve.jobs import job_object, run_of
+from fluxtrain.serve.jobs import run_of
 from fluxtrain.serve.retention import delete_old
 from fluxtrain.serve.settings import Quotas
 from fluxtrain.serve.store import files, jobs
@@ -144,10 +143,13 @@ def test_a_thousand_jobs_are_listed_in_no_time(served: Served) -> None:
     with store.write() as connection:
         connection.execute(sa.insert(jobs), copies)
     taken_s = []
-    for _ in range(5):
-        started_s = time.process_time()
-        found = page(served.service.newest(jobs, "default", 1000, None), 1000, job_object)
-        taken_s.append(time.process_time() - started_s)
+    headers = {"Authorization": f"Bearer {served.keys['read']}"}
+    with httpx.Client(base_url=served.url, headers=headers) as asking:
+        for _ in range(10):
+            started_s = time.process_time()
+            answer = asking.get("/fine_tuning/jobs?limit=1000")
+            taken_s.append(time.process_time() - started_s)
+    found = answer.json()
     assert len(found["data"]) == 1000 and found["has_more"]
-    assert min(taken_s) < 0.1  # 50 ms on a machine that does nothing else
+    assert min(taken_s) < 0.1, taken_s  # 35 ms on two cores that do nothing else
     assert len(list(client.fine_tuning.jobs.list(limit=100))) == 1001

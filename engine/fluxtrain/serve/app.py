@@ -11,10 +11,11 @@ from functools import partial
 from importlib.metadata import version
 from typing import Annotated, Any, Literal
 
+import msgspec
 from fastapi import Depends, FastAPI, Header, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
+from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from fluxtrain.errors import EXIT_NO_SPACE, FluxTrainError
@@ -22,7 +23,15 @@ from fluxtrain.events.answers.generation import Answered, Ask
 from fluxtrain.events.run_folder.control import send_command
 from fluxtrain.serve import job_events, registry, uploads
 from fluxtrain.serve.chat import ChatRequest, CompletionRequest, GenerateRequest, OpenAIAnswer
-from fluxtrain.serve.jobs import JobRequest, TuningRequest, find_job, job_object, run_of, want
+from fluxtrain.serve.jobs import (
+    SHOWN,
+    JobRequest,
+    TuningRequest,
+    find_job,
+    job_object,
+    run_of,
+    want,
+)
 from fluxtrain.serve.keys import Caller, Scope, caller_of
 from fluxtrain.serve.refusal import Refusal, not_found, without_folders
 from fluxtrain.serve.registry import Promotion
@@ -63,17 +72,18 @@ def allowed(scope: Scope) -> Callable[[Request], Caller]:
 
 def page(
     rows: Sequence[Any], limit: int, shown: Callable[[Any], Any] = lambda row: row
-) -> dict[str, Any]:
+) -> Response:
     """Return a page of a list as the SDK reads it: the first `limit` of `rows`, each through
     `shown`; one row more means that more exist."""
     data = [shown(row) for row in rows[:limit]]
-    return {
+    listed = {
         "object": "list",
         "data": data,
         "has_more": len(rows) > limit,
         "first_id": data[0]["id"] if data else None,
         "last_id": data[-1]["id"] if data else None,
     }
+    return Response(msgspec.json.encode(listed), media_type="application/json")
 
 
 Reads = Annotated[Caller, Depends(allowed("read"))]
@@ -196,7 +206,7 @@ def _add_files(app: FastAPI, service: Service) -> None:
     @app.get("/v1/files")
     def list_files(
         caller: Reads, limit: Limit = 1000, after: After = None, purpose: str | None = None
-    ) -> dict[str, Any]:
+    ) -> Response:
         """List the project's files, newest first."""
         if purpose not in (None, uploads.PURPOSE):
             return page([], limit)
@@ -238,14 +248,14 @@ def _add_jobs(app: FastAPI, service: Service) -> None:
     @app.get("/v1/fine_tuning/jobs")
     def list_jobs(
         request: Request, caller: Reads, limit: Limit = 20, after: After = None
-    ) -> dict[str, Any]:
+    ) -> Response:
         """List the project's jobs, newest first; `metadata[key]=value` chooses among them."""
         wished = {
             name[len("metadata[") : -1]: value
             for name, value in request.query_params.items()
             if name.startswith("metadata[") and name.endswith("]")
         }
-        rows = service.newest(jobs, caller.project, None if wished else limit, after)
+        rows = service.newest(jobs, caller.project, None if wished else limit, after, SHOWN)
         if wished:
             rows = [
                 row
@@ -288,7 +298,7 @@ def _add_jobs(app: FastAPI, service: Service) -> None:
     @app.get("/v1/fine_tuning/jobs/{job_id}/checkpoints")
     def list_checkpoints(
         job_id: str, caller: Reads, limit: Limit = 10, after: After = None
-    ) -> dict[str, Any]:
+    ) -> Response:
         """List the checkpoints that a job has kept, newest first; each can be asked as a model."""
         found = job_events.checkpoints_of(
             find_job(service.store, caller.project, job_id), run_of(job_id)
@@ -304,7 +314,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
     store = service.store
 
     @app.get("/v1/models")
-    def list_models(caller: Reads) -> dict[str, Any]:
+    def list_models(caller: Reads) -> Response:
         """List the models that can be trained or asked."""
         return page(service.models(caller.project), 1000)
 
@@ -314,12 +324,12 @@ def _add_models(app: FastAPI, service: Service) -> None:
         return await service.promote(caller.project, name, asked)
 
     @app.get("/v1/fluxtrain/aliases/{name}")
-    def alias_history(name: str, caller: Reads) -> dict[str, Any]:
+    def alias_history(name: str, caller: Reads) -> Response:
         """List where an alias has led to, newest first."""
         return page(registry.history(store, caller.project, name), 1000, registry.alias_object)
 
     @app.get("/v1/fluxtrain/aliases")
-    def list_aliases(caller: Reads) -> dict[str, Any]:
+    def list_aliases(caller: Reads) -> Response:
         """List the project's aliases."""
         moves = registry.history(store, caller.project)
         newest = {row["name"]: row for row in reversed(moves)}

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -140,12 +140,17 @@ class Service:
             path.unlink(missing_ok=True)
 
     def newest(
-        self, table: sa.Table, project: str, limit: int | None, after: str | None
+        self,
+        table: sa.Table,
+        project: str,
+        limit: int | None,
+        after: str | None,
+        columns: Sequence[sa.Column[Any]] = (),
     ) -> list[Any]:
         """Return a project's rows, newest first, from behind the row `after`; one more than
-        `limit` where there are more."""
+        `limit` where there are more. columns: the ones to read; () for all."""
         order = table.c.number if "number" in table.c else table.c.created_s
-        query = sa.select(table).where(table.c.project == project)
+        query = sa.select(*(columns or table.c)).where(table.c.project == project)
         if after is not None:
             last = self.store.one(sa.select(order.label("at")).where(table.c.id == after))
             if last is None:
