@@ -75,7 +75,7 @@ def test_folders_that_import_each_other_are_found_where_no_modules_do(
 def test_a_package_has_few_rooms_and_each_says_what_it_is_for(
     tmp_path: Path, check: ModuleType
 ) -> None:
-    root = package(tmp_path, **{f"room{n}__x": "" for n in range(check.MOST_ROOMS)})
+    root = package(tmp_path, _private__x="", **{f"room{n}__x": "" for n in range(check.MOST_ROOMS)})
     assert check.problems(root) == []
     (root / "room0" / "__init__.py").write_text("")
     package(tmp_path, more__x="")

@@ -1,0 +1,1 @@
+"""A model sharded over processes by torch's FSDP2, and what its communication costs compressed."""
