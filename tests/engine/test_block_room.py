@@ -254,7 +254,7 @@ def test_an_update_in_backward_goes_on_where_its_memory_ran_out() -> None:
         loss.backward()
         optimizer.step()
         fluxtrain.sync(model)
-        assert limit_of(model, 1).ran_out == (most < ROWS)
+        assert (limit_of(model, 1).ran_out > 0) == (most < ROWS)
         return {name: value.clone() for name, value in model.state_dict().items()}
 
     wanted, found = trained(99), trained(4)

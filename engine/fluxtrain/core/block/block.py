@@ -41,7 +41,6 @@ from fluxtrain.core.memory.module_buffers import put_back
 from fluxtrain.core.memory.unit import Unit
 from fluxtrain.core.runtime.arrivals import ArgumentArrivals, wait_for_all
 from fluxtrain.core.runtime.context import Context
-from fluxtrain.core.runtime.counters import HeldInputs
 from fluxtrain.core.runtime.passes import begin_backward, bound, end_backward, end_forward, record
 
 
@@ -172,7 +171,8 @@ def _recorded(
 ) -> tuple[list[bool], Merging]:
     """Run the block of a call, with fewer rows at once where device memory runs out; return which
     results ask for gradients, and their rows."""
-    unit, device = call.unit, context.card_of(call.unit).device
+    unit, card = call.unit, context.card_of(call.unit)
+    device = card.device
     while True:
         merging = Merging(device, call.rows, hands_over=len(context.cards) > 1)
         try:
@@ -184,8 +184,10 @@ def _recorded(
                     call.record_again_whole()
             return differentiable, merging
         except torch.OutOfMemoryError as error:
-            halve_chunk(context, unit, call.rows_at_once, error)
+            if not card.watch.can_evict:
+                halve_chunk(context, unit, call.rows_at_once, error)
         del merging  # only now: the error's frames held what was computed
+        card.watch.ran_out()
         give_back(device.torch_device)
         call.begin_again(tensors)
 
@@ -205,8 +207,8 @@ class _Streamed(torch.autograd.Function):
         if offloads and several:
             call.given.offload(card.activation_offload, tensors)
         end_forward(context, unit)
-        ctx.save_for_backward(*call.finish_forward(tensors))
-        ctx.held_inputs = HeldInputs(card.counts, call.given.kept_bytes)
+        call.finish_forward(tensors)
+        card.watch.after_block()
         found = {i: merging.take(i) for i in call.outputs.returned}
         ctx.mark_non_differentiable(*(o for i, o in found.items() if not differentiable[i]))
         return tuple(found.values())
@@ -220,7 +222,8 @@ class _Streamed(torch.autograd.Function):
         card = context.card_of(call.unit)
         call.given.refuse_changed()
         arriving = call.outputs.gradients_of_outputs(gradients)
-        tensors = call.given.fetch(card.activation_offload, ctx.saved_tensors)
+        ctx.saved_tensors  # none: torch refuses a second backward pass without retain_graph here
+        tensors = call.given.fetch(card.activation_offload)
         wanted = [i for i, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
         sums: list[Tensor | None] = [None] * len(tensors)
         merging = Merging(card.device, call.rows, hands_over=len(context.cards) > 1)
@@ -236,7 +239,8 @@ class _Streamed(torch.autograd.Function):
         for i in wanted:
             if call.given.cut[i]:
                 sums[i] = merging.take(i)
-        ctx.held_inputs.close()
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            call.given.release()
         end_backward(context, call.unit)
         call.unit.checked_recomputes += 1
         return (None, None, *sums)

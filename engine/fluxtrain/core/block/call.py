@@ -84,7 +84,9 @@ class Call(UnitCall):
         self._card = context.card_of(unit)
         # may run the block: before its writes count
         spans, cut = _cut(context, unit, tree, tensors)
-        self.given = CallArguments(self._card.device, unit, tree, tensors, cut)
+        self.given = CallArguments(
+            self._card.device, self._card.counts, unit, tree, tensors, cut
+        )
         self.outputs = CallOutputs()
         self.capture = capture
         self.chunks = [Chunk(span) for span in spans]
@@ -154,15 +156,14 @@ class Call(UnitCall):
                 stop = 1 << 62 if is_whole else first + chunk.result_rows[place]
                 wait_for_rows(device, gradient, 0 if is_whole else first, stop)
 
-    def finish_forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """List the inputs that the backward pass recomputes from, after all chunks have run."""
-        kept = self.given.finish_forward(tensors)
+    def finish_forward(self, tensors: Sequence[Tensor]) -> None:
+        """Keep the inputs that the backward pass recomputes from, after all chunks have run."""
+        self.given.finish_forward(tensors, self._card.activation_offload)
         if self.given.explores:
             states = [chunk.random.host for chunk in self.chunks if chunk.random is not None]
             self.unit.draws_on_host |= any(host and host.has_moved() for host in states)
         self.outputs.finish_forward()
         self._forward = False
-        return kept
 
     def record_again_whole(self) -> None:
         """Let the backward pass record the whole block anew from now on."""
@@ -227,8 +228,9 @@ class Call(UnitCall):
         wanted: Sequence[int],
         gradients: Sequence[Tensor | None],
     ) -> list[Tensor]:
-        """Compute one chunk's weight gradients, for the engine; return the inputs' (`wanted`). In
-        two halves where device memory runs out.
+        """Compute one chunk's weight gradients, for the engine; return the inputs' (`wanted`).
+        Where device memory runs out, again once inputs of other blocks have left it, or in two
+        halves.
 
         gradients: of the loss with respect to each result, of the whole batch.
         """
@@ -236,11 +238,14 @@ class Call(UnitCall):
         try:
             found = self._backward(chunk, tensors, wanted, gradients)
         except torch.OutOfMemoryError as error:
-            if not (self.context.retries_blocks or self.context.partly_updated):
+            halves_it = self.context.retries_blocks or self.context.partly_updated
+            if not (halves_it or self._card.watch.can_evict):
                 raise
             ran_out = error.with_traceback(None)  # its frames hold what was computed
         else:
             return self._handed(chunk, tensors, wanted, found)
+        if self._card.watch.ran_out():
+            return self._backward_again(chunk, tensors, wanted, gradients)
         give_back(self._device)
         try:
             halves = self._halves(chunk, tensors)
@@ -259,6 +264,23 @@ class Call(UnitCall):
             torch.cat((a, b)) if cut[i] else a + b
             for i, a, b in zip(wanted, one, other, strict=True)
         ]
+
+    def _backward_again(
+        self,
+        chunk: Chunk,
+        tensors: Sequence[Tensor],
+        wanted: Sequence[int],
+        gradients: Sequence[Tensor | None],
+    ) -> list[Tensor]:
+        """Compute a chunk's gradients from its beginning, as its first attempt ran out of memory."""
+        if chunk.saved is not None:
+            chunk.saved.clear()
+        give_back(self._device)
+        chunk.tape = chunk.saved = None
+        ends = self._ends
+        found = self.backward(chunk, tensors, wanted, gradients)
+        self._ends = ends  # of the graphs that the other chunks have recorded
+        return found
 
     def _halves(self, chunk: Chunk, tensors: Sequence[Tensor]) -> list[Chunk]:
         """Cut a chunk that ran out of memory in two; none where its halves compute something else:
@@ -350,8 +372,10 @@ class Call(UnitCall):
             if chunk.checked is not None:
                 refuse_other_results(self.unit.name, chunk.checked, results)
 
-        saved.fill(run, to_the_end=chunk.checked is not None)
-        after.restore(self._device)
+        try:
+            saved.fill(run, to_the_end=chunk.checked is not None)
+        finally:
+            after.restore(self._device)
         saved.check()
 
     def _backward_recorded_again(
@@ -365,8 +389,10 @@ class Call(UnitCall):
         after = self._restore_random(chunk)
         inputs = self.given.inputs(tensors, chunk.span, again=True)
         self._find_ends()
-        results = self._compute(inputs, nullcontext)
-        after.restore(self._device)
+        try:
+            results = self._compute(inputs, nullcontext)
+        finally:
+            after.restore(self._device)
         if chunk.checked is not None:
             refuse_other_results(self.unit.name, chunk.checked, results)
         return Tape(inputs, results).backward(arriving, wanted, self._ends, again=False)

@@ -28,6 +28,7 @@ from fluxtrain.core.guards.shared_memory import (
 from fluxtrain.core.memory.activation_offload import ActivationOffload, OffloadedActivation
 from fluxtrain.core.memory.unit import Unit
 from fluxtrain.core.runtime.arrivals import wait_for_all
+from fluxtrain.core.runtime.counters import CardCounts, HeldInputs
 from fluxtrain.errors import MisusedModel
 
 WRITES_TO_A_LEAF = "a view of a leaf Variable that requires grad is being used in an in-place"
@@ -41,6 +42,7 @@ class CallArguments:
     def __init__(
         self,
         device: Device,
+        counts: CardCounts,
         unit: Unit,
         tree: Tree,
         tensors: Sequence[Tensor],
@@ -49,7 +51,6 @@ class CallArguments:
         self.tree = tree
         self.needs = tuple(t.requires_grad for t in tensors)  # which arguments ask for a gradient
         self.cut = cut  # which arguments carry the batch's rows
-        self.kept_bytes = 0  # on the device, after the forward
         self._unit = unit
         self._kind = (unit.module.training, tree.structure())
         known = unit.written_arguments.get(self._kind)
@@ -65,7 +66,12 @@ class CallArguments:
         self._held = [
             (leaf, tensor, version_of(tensor)) for leaf, held in opaque(tree) for tensor in held
         ]
-        self._offloaded: dict[int, OffloadedActivation] = {}  # inputs that wait on the host
+        # inputs until the backward pass: those that wait on the host, those on the device
+        self._offloaded: dict[int, OffloadedActivation] = {}
+        self._kept: dict[int, Tensor] = {}
+        self._held_inputs = HeldInputs(counts)
+        self._leaves: set[int] = set()
+        self._turn = 0  # of the first one
         # by argument: a counter of writes, its count after the forward
         self._watched: list[tuple[int, Tensor, int]] = []
 
@@ -115,8 +121,8 @@ class CallArguments:
             raise error
         raise self._refusal(asking, _DIFFERENTIABLE) from error
 
-    def finish_forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """List the inputs that the backward pass recomputes from and that are not on the host, as
+    def finish_forward(self, tensors: Sequence[Tensor], offload: ActivationOffload) -> None:
+        """Keep the inputs that the backward pass recomputes from and that are not on the host, as
         they were before the block wrote to them. Raises MisusedModel for a write that cannot be
         followed."""
         copies = self._copies_of_written(tensors)
@@ -125,17 +131,18 @@ class CallArguments:
             if len(kinds) >= _KNOWN_KINDS:
                 kinds.clear()
             kinds[self._kind] = frozenset(copies)
-        kept: list[Tensor] = []
         for i, tensor in enumerate(tensors):
             if i not in copies:
                 self._watched.append((i, version_counter(tensor), version_of(tensor)))
             if i not in self._offloaded:
-                kept.append(copies.get(i, tensor))
-                if self.needs[i]:
-                    self.kept_bytes += tensor.nbytes
+                self._kept[i] = copies.get(i, tensor).detach()
+        self._leaves = {i for i, tensor in enumerate(tensors) if tensor.is_leaf}  # or need nothing
+        self._held_inputs.hold(sum(t.nbytes for i, t in self._kept.items() if self.needs[i]))
+        self._turn = offload.next_turn(len(tensors))
+        if self._unit.recomputes:  # or their graph holds them, too
+            offload.keep(self)
         # the memory of the others is not held until the backward pass
         self._copies, self._held = copies, []
-        return kept
 
     def refuse_changed(self) -> None:
         """Raise MisusedModel when an argument was written to after the forward pass."""
@@ -148,13 +155,37 @@ class CallArguments:
                     f"{_new_tensor(name)} there, or hand the block a copy (.clone())"
                 )
 
-    def fetch(self, offload: ActivationOffload, kept: Sequence[Tensor]) -> list[Tensor]:
+    def fetch(self, offload: ActivationOffload) -> list[Tensor]:
         """Return all inputs on the device, both kept and offloaded ones."""
-        stayed, offloaded = iter(kept), self._offloaded
         return [
-            offload.fetch(offloaded[i]) if i in offloaded else next(stayed)
+            offload.fetch(self._offloaded[i]) if i in self._offloaded else self._kept[i]
             for i in range(len(self.needs))
         ]
+
+    @property
+    def evictable_bytes(self) -> int:
+        """Return the bytes that `evict` would free."""
+        return sum(self._kept[i].nbytes for i in self._evictable())
+
+    def evict(self, offload: ActivationOffload) -> None:
+        """Offload the inputs that were to stay on the device until the backward pass."""
+        which = self._evictable()
+        self._held_inputs.leave(self.evictable_bytes)
+        left = [self._kept.pop(i) for i in which]
+        moved = offload.offload(left, [True] * len(left), self._turn)
+        for place, one in moved.items():
+            self._offloaded[which[place]] = one
+            offload.evicted(self._unit.group, one.download, one.host.nbytes)
+
+    def release(self) -> None:
+        """Drop the inputs on the device: their backward pass has run."""
+        self._kept.clear()
+        self._held_inputs.leave()
+
+    def _evictable(self) -> list[int]:
+        """Return which inputs on the device nobody else is known to hold."""
+        kept = self._kept.items()
+        return [i for i, tensor in kept if i not in self._leaves and tensor.is_contiguous()]
 
     def _copies_of_written(self, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
         for leaf, tensor, version in self._held:

@@ -2,7 +2,8 @@
 
 An input is downloaded as soon as its block has run, and uploaded again while the block after it (in
 forward order) is in its backward pass. The last inputs, which the backward pass needs first, are
-still on the device then.
+still on the device then. Where memory gets short, inputs that were to stay on the device are
+evicted: the oldest first, which the backward pass needs last.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from fluxtrain.core.device.arena import HostArena
 from fluxtrain.core.device.device import Device, Transfer
+from fluxtrain.core.memory.group import Group
 
 _GROWTH = 5 / 4  # of a buffer that was too small: where sizes differ, few are made anew
 _WASTE = 8  # a buffer this many times as large is not taken if a smaller one can be replaced
@@ -105,7 +108,7 @@ class OffloadedActivation:
     download: Transfer
     source: Tensor | None  # kept until the copy has been made, or its memory would be reused
     version: int  # of `source` when it was downloaded
-    previous: Callable[[], OffloadedActivation | None]  # offloaded just before, while it lives
+    turn: int  # in the order of the forward pass
     for_copies: Callable[[Tensor], object]  # of the device
     buffer: PinnedBuffer | None  # that `host` is in, where it is page-locked
     give_back: Callable[[PinnedBuffer], None]
@@ -126,25 +129,51 @@ class OffloadedActivation:
             self.give_back(self.buffer)
 
 
+class KeptInputs(Protocol):
+    """The inputs of one call of a block that are to stay on the device until its backward."""
+
+    @property
+    def evictable_bytes(self) -> int:
+        """Return the bytes that `evict` would free."""
+
+    def evict(self, offload: ActivationOffload) -> None:
+        """Offload them now."""
+
+
 class ActivationOffload:
     """Offloads the block inputs of one engine to the host, and uploads them for backward."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(
+        self, device: Device, evicted: Callable[[Group, Transfer, int], None] = lambda *_: None
+    ) -> None:
+        """Serve `device`; `evicted` books bytes that leave a group's inputs."""
         self._device = device
+        self.evicted = evicted
         self._downloading: deque[OffloadedActivation] = deque()
         self._pool = PinnedPool()
-        self._last: Callable[[], OffloadedActivation | None] = lambda: None
+        self._turns = 0
+        # of those whose pass lives, by turn
+        self._away: weakref.WeakValueDictionary[int, OffloadedActivation] = (
+            weakref.WeakValueDictionary()
+        )
+        self._kept: deque[weakref.ref[KeptInputs]] = deque()  # the oldest first
         self.offloaded_count = 0  # tensors, so far
 
+    def next_turn(self, count: int) -> int:
+        """Return the turn of a call's first input; its `count` inputs have one each."""
+        self._turns += count
+        return self._turns - count
+
     def offload(
-        self, tensors: Sequence[Tensor], needs: Sequence[bool]
+        self, tensors: Sequence[Tensor], needs: Sequence[bool], turn: int | None = None
     ) -> dict[int, OffloadedActivation]:
         """Start to download the tensors that need gradients; return their copies by position.
 
         Waits for the oldest copy when too many are under way, or their memory would never be free
-        for the blocks that are queued next.
+        for the blocks that are queued next. turn: of the first one (None: they come next).
         """
         offloaded: dict[int, OffloadedActivation] = {}
+        first = self.next_turn(len(tensors)) if turn is None else turn
         for i, (tensor, needed) in enumerate(zip(tensors, needs, strict=True)):
             if needed and tensor.is_contiguous():
                 buffer, host = self._host_memory(tensor)
@@ -152,10 +181,10 @@ class ActivationOffload:
                 download = self._device.download(host, source)
                 self._device.recorder.copied("d2h", "activations", "", download)
                 offloaded[i] = OffloadedActivation(
-                    host, download, source, source._version, self._last, self._device.for_copies,
+                    host, download, source, source._version, first + i, self._device.for_copies,
                     buffer, self._pool.give_back,
                 )  # fmt: skip
-                self._last = weakref.ref(offloaded[i])
+                self._away[first + i] = offloaded[i]
                 self.offloaded_count += 1
                 self._downloading.append(offloaded[i])
         while self._downloading and (
@@ -180,17 +209,51 @@ class ActivationOffload:
         activation.on_device = activation.source = None
         if activation in self._downloading:
             self._downloading.remove(activation)
-        following = activation.previous()
-        for _ in range(_PREFETCHED):
-            if following is None:
-                break
-            self._start_upload(following)
-            following = following.previous()
+        earlier = sorted(turn for turn in list(self._away) if turn < activation.turn)
+        for turn in earlier[: -_PREFETCHED - 1 : -1]:
+            if (following := self._away.get(turn)) is not None:
+                self._start_upload(following)
         return found
 
     def newest(self) -> OffloadedActivation | None:
         """Return the latest offloaded activation, while its pass lives."""
-        return self._last()
+        return self._away.get(max(list(self._away), default=-1))
+
+    def keep(self, inputs: KeptInputs) -> None:
+        """Note inputs that stay on the device, so that they can be evicted."""
+        while self._kept and self._evictable(self._kept[-1]) is None:
+            self._kept.pop()  # of passes that have ended
+        self._kept.append(weakref.ref(inputs))
+
+    @property
+    def evictable_bytes(self) -> int:
+        """Return the bytes of inputs on the device that could leave it."""
+        found = map(self._evictable, self._kept)
+        return sum(inputs.evictable_bytes for inputs in found if inputs is not None)
+
+    @property
+    def away_bytes(self) -> int:
+        """Return the bytes of inputs that wait on the host."""
+        return sum(away.host.nbytes for away in list(self._away.values()))
+
+    def evict(self, size_bytes: int) -> int:
+        """Evict inputs, the oldest first, until `size_bytes` of the device are free; return how
+        many are. Waits for their copies."""
+        freed = 0
+        while self._kept and freed < size_bytes:
+            inputs = self._evictable(self._kept.popleft())
+            if inputs is not None:
+                freed += inputs.evictable_bytes
+                inputs.evict(self)
+        while self._downloading:
+            self._downloading[0].download.wait_host()
+            self._downloading.popleft().source = None
+        return freed
+
+    @staticmethod
+    def _evictable(kept: weakref.ref[KeptInputs]) -> KeptInputs | None:
+        inputs = kept()
+        return inputs if inputs is not None and inputs.evictable_bytes else None
 
     def give_back(self) -> None:
         """Free the host memory without activations."""

@@ -19,6 +19,7 @@ from fluxtrain.core.memory.group import Group
 from fluxtrain.core.memory.window import CopiesAhead, Window
 from fluxtrain.core.runtime.arrivals import arrivals_of
 from fluxtrain.core.runtime.counters import Counters
+from fluxtrain.core.runtime.memory_watch import MemoryWatch
 
 _MOST_SHARED = 64  # copies of arguments kept at a time
 
@@ -34,9 +35,10 @@ class EngineCard:
         groups: Sequence[Group],
         counters: Counters,
         arrivals: dict[Group, Arrival],
+        say: Callable[[str], None],
     ) -> None:
         """Make the card of `number`; `groups` are the whole model's, `arrivals` their gradients on
-        the host."""
+        the host; `say` warns the user."""
         self.number = number
         self.device = device
         self.counts = counters.cards[number]
@@ -45,7 +47,8 @@ class EngineCard:
         self.gradients = Gradients(
             device, counters.downloaded, counters.sum_uploaded, arrivals=arrivals
         )
-        self.activation_offload = ActivationOffload(device)
+        self.activation_offload = ActivationOffload(device, counters.evicted)
+        self.watch = MemoryWatch(device, self.activation_offload, say)
         self.shared = SharedArguments()
         # arguments that code outside had made when a block last waited for it, with their versions
         self._joined: dict[int, tuple[weakref.ref[Tensor], int]] = {}

@@ -152,8 +152,9 @@ class Context:
         self.owners: dict[Group, dict[int, Owner]] = {}
         self.counters = Counters(devices)
         self.arrivals: dict[Group, Arrival] = {}  # gradients on the host
+        self._said: set[str] = set()
         self.cards = [
-            EngineCard(number, device, self.groups, self.counters, self.arrivals)
+            EngineCard(number, device, self.groups, self.counters, self.arrivals, self.say)
             for number, device in enumerate(devices)
         ]
         device = devices[0]
@@ -173,7 +174,6 @@ class Context:
         self.step_in_backward: StepInBackward | None = None  # the step under way, if it is one
         self.loss_scale: LossScale | None = None  # of fp16, where the engine's own norm is used
         self.thread = 0  # of the last forward
-        self._said: set[str] = set()
 
     @property
     def device(self) -> Device:
@@ -195,9 +195,13 @@ class Context:
         return next((one for one in reversed(self.units) if one.group.kind == "block"), None)
 
     def begin_next_step(self) -> None:
-        """Prefetch the first units of the next forward, each as soon as it is updated."""
+        """Prefetch the first units of the next forward, each as soon as it is updated; look how
+        much memory the cards have for it."""
         for card in self.cards:
             card.ahead.begin_next_step(self.plan.slots_of(card.number))
+            planned = self.plan.cards[card.number]
+            peak_bytes = planned.device_bytes if self.plan.layout.batch_rows else None
+            card.watch.look(peak_bytes, planned.budget_bytes)
 
     def say(self, text: str) -> None:
         """Log a warning for the user, once for each text."""

@@ -105,6 +105,11 @@ class Counters:
             self.cards[group.placement.card].h2d_bytes += size_bytes
             self._note(group, "gradients", size_bytes, "C>G", "gradient", transfer)
 
+    def evicted(self, group: Group, transfer: Transfer, size_bytes: int) -> None:
+        """Count inputs of a block that leave the device because its memory is short."""
+        with self._lock:
+            self._note(group, "activations", size_bytes, "G>C", "evict", transfer)
+
     def traffic(self) -> Traffic:
         cards = tuple((one.h2d_bytes, one.d2h_bytes, one.landed_bytes) for one in self.cards)
         return Traffic(
@@ -165,15 +170,19 @@ def frozen_bytes_of(group: Group) -> int:
 
 
 class HeldInputs:
-    """Counts the bytes of one unit's inputs that are held from its forward to its backward."""
+    """Counts the bytes of one unit's inputs that the device holds from its forward to its
+    backward."""
 
-    def __init__(self, counts: CardCounts, size_bytes: int) -> None:
-        self._counts, self._bytes = counts, size_bytes
-        counts.block_input_bytes += size_bytes
+    def __init__(self, counts: CardCounts) -> None:
+        self._counts, self._bytes = counts, 0
 
-    def close(self) -> None:
-        self._counts.block_input_bytes -= self._bytes
-        self._bytes = 0
+    def hold(self, size_bytes: int) -> None:
+        self._counts.block_input_bytes += size_bytes
+        self._bytes += size_bytes
+
+    def leave(self, size_bytes: int | None = None) -> None:
+        """Count `size_bytes` less, or all that are left."""
+        self.hold(-(self._bytes if size_bytes is None else size_bytes))
 
     def __del__(self) -> None:
-        self.close()
+        self.leave()
