@@ -54,6 +54,8 @@ def _outcome(trial: TriedChange) -> Span:
     change, found, undone = trial.change, trial.measured, trial.undone
     if change.why == "memory":
         return f"device memory ran out after step {change.step}", "warn"
+    if change.why == "room":
+        return f"the memory was there again after step {change.step}", "good"
     gain = None if found is None else found.measured_gain
     told = "" if gain is None else speed_text(gain)
     if gain is not None and change.predicted_gain is not None:
@@ -94,7 +96,9 @@ def _newest_trial(view: View) -> Line:
     if trial is None or step is None:
         return ()
     ends = [one.step for one in (trial.measured, trial.undone, trial.change) if one is not None]
-    counting = trial.measured is None and trial.undone is None and trial.change.why != "memory"
+    counting = trial.measured is None and trial.undone is None and trial.change.why not in (
+        "memory", "room",
+    )  # fmt: skip
     return trial_line(trial) if counting or step.step - max(ends) < SHOWN_FOR_STEPS else ()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 import fluxtrain
 from fluxtrain.core.device.cpu_device import CpuDevice
 from fluxtrain.core.memory.activation_offload import ActivationOffload
+from fluxtrain.core.runtime.counters import CardCounts, HeldInputs
 from fluxtrain.core.runtime.memory_watch import MemoryWatch
 from fluxtrain.core.wrap.engine import engine_of
 from tests.engine.test_block_room import ROWS, WIDTH, Block, Stack, limit_of, values
@@ -35,20 +37,26 @@ class Shown(MemoryWatch):
 class Inputs:
     """Inputs of one call, of 100 bytes."""
 
-    def __init__(self, offload: ActivationOffload, order: list[int], number: int) -> None:
+    def __init__(
+        self, offload: ActivationOffload, counts: CardCounts, order: list[int], number: int
+    ) -> None:
         self.evictable_bytes, self.number, self._order = 100, number, order
+        self._held = HeldInputs(counts)
+        self._held.add(100, 100)
         offload.keep(self)
 
     def evict(self, offload: ActivationOffload) -> None:
         self.evictable_bytes = 0
+        self._held.add(-100, -100, 100)
         self._order.append(self.number)
 
 
 def watched(count: int) -> tuple[Shown, list[Inputs], list[int]]:
     offload = ActivationOffload(CpuDevice())
     order: list[int] = []
-    watch = Shown(CpuDevice(), offload, lambda _: None)
-    return watch, [Inputs(offload, order, number) for number in range(count)], order
+    counts = CardCounts(torch.device("cpu"))
+    watch = Shown(CpuDevice(), counts, offload, lambda _: None)
+    return watch, [Inputs(offload, counts, order, number) for number in range(count)], order
 
 
 def test_nothing_leaves_while_the_plan_holds() -> None:
@@ -103,9 +111,7 @@ def gradients(model: nn.Module, times: int = 1) -> list[dict[str, Tensor]]:
         model(values()).backward()
         if hasattr(model, "_fluxtrain_engine"):
             engine_of(model).flush()
-        found.append(
-            {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        )
+        found.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
     return found
 
 
@@ -178,9 +184,9 @@ def test_any_inputs_may_leave_after_any_block(evicted: list[bool], offloaded: bo
         request = fluxtrain.PlacementRequest(offload="weights", activations=activations)
         fluxtrain.wrap(model, device="cpu", chunk_rows=4, placement=request)
         card = engine_of(model).cards[0]
-        turns = iter(evicted * 10)
         if leaving:
-            card.watch.after_block = lambda: card.activation_offload.evict(next(turns))  # type: ignore[method-assign]
+            turns, evict = iter(evicted * 10), card.activation_offload.evict
+            card.watch.after_block = partial(lambda which, now: which(next(now)), evict, turns)  # type: ignore[method-assign]
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
         for _ in range(2):
             model(values()).backward()
@@ -188,7 +194,8 @@ def test_any_inputs_may_leave_after_any_block(evicted: list[bool], offloaded: bo
             optimizer.zero_grad()
         fluxtrain.sync(model)
         weights.append({n: p.detach().clone() for n, p in model.named_parameters()})
-        assert card.counts.block_input_bytes == 0
+        counts = card.counts
+        assert counts.block_input_bytes == counts.evictable_bytes == counts.evicted_bytes == 0
         fluxtrain.unwrap(model)
     for name, wanted in weights[0].items():
         assert torch.equal(wanted, weights[1][name]), name

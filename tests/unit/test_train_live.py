@@ -12,7 +12,7 @@ from fluxtrain.errors import DoesNotFit
 from fluxtrain.events import events as ev
 from fluxtrain.plan.placement import Placement
 from fluxtrain.train.live.adviser import Setup
-from fluxtrain.train.live.changes import STEPS, LiveChanges
+from fluxtrain.train.live.changes import CALM_STEPS, STEPS, LiveChanges
 from fluxtrain.train.live.edit import MemoryInUse
 from fluxtrain.train.live.live_run import LiveRun
 from fluxtrain.train.live.settings import LiveSettings
@@ -264,6 +264,33 @@ def test_block_inputs_on_the_device_leave_it_when_its_memory_runs_out() -> None:
     full = Run(run=ground())
     full.use = MemoryInUse(host_available_bytes=10 * MIB)
     assert full.live.make_room(4, lost_s=2.0) == "chunks of 1 rows instead of 2"
+
+
+def test_what_others_took_is_given_up_before_the_step_and_taken_again_after_calm_ones() -> None:
+    run = Run(run=ground(resident_blocks=3))
+    before = run.live.settings
+    peak_bytes = run.live._run.device_bytes(before, 0)
+    run.live.keep_room(0, [-GIB], lambda: None)
+    assert run.told(ev.ChangeApplied) == [] and run.live.settings == before
+    run.live.keep_room(0, [100 * MIB], lambda: None)
+    given_up = run.told(ev.ChangeApplied)
+    assert {change.why for change in given_up} == {"memory"}
+    assert run.live._run.device_bytes(run.live.settings, 0) <= peak_bytes - 100 * MIB
+    freed = peak_bytes - run.live._run.device_bytes(run.live.settings, 0)
+    for _ in range(2 * CALM_STEPS):
+        run.live.keep_room(1, [-1], lambda: None)  # there is room, for less than was given up
+    assert len(run.told(ev.ChangeApplied)) == len(given_up)
+    for _ in range(CALM_STEPS - 1):
+        run.live.keep_room(2, [-freed], lambda: None)
+    run.live.keep_room(2, [0], lambda: None)  # one step is not calm: counted from the beginning
+    for _ in range(CALM_STEPS + len(given_up) - 1):
+        assert run.live.settings != before
+        run.live.keep_room(3, [-freed], lambda: None)
+    assert run.live.settings == before
+    back = [one for one in run.told(ev.ChangeApplied) if one.why == "room"]
+    assert [(one.name, one.before, one.after) for one in back] == [
+        (one.name, one.after, one.before) for one in reversed(given_up)
+    ]
 
 
 def test_a_chunk_that_ran_out_is_told_as_a_change_and_advised_for_the_next_run() -> None:

@@ -239,6 +239,7 @@ def _changed(event: ChangeApplied) -> str:
         "asked": "as asked", "advice": "as advised", "undo": "undone",
         "wrong": "undone: it gave less than half of what was promised",
         "memory": "device memory ran out",
+        "room": "the memory is there again",
     }  # fmt: skip
     where = "" if event.card is None else f" on card {event.card}"
     return (

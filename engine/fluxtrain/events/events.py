@@ -373,7 +373,8 @@ class ChangeApplied(Event, frozen=True, kw_only=True, tag="change"):
     name: str  # prefetch, resident_blocks, device_groups, chunk_rows
     before: int
     after: int
-    why: Literal["asked", "advice", "undo", "wrong", "memory"]  # wrong: its gain was too small
+    # wrong: its gain was too small; memory, room: it got short, and is there again
+    why: Literal["asked", "advice", "undo", "wrong", "memory", "room"]
     advice: str = ""  # the id, of advice
     card: int | None = None  # of several, the one that changed alone; None: all
     predicted_gain: float | None = None  # share of the step's time

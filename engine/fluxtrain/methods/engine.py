@@ -86,6 +86,10 @@ class TrainingEngine(Protocol):
     def memory(self) -> MemorySampled:
         """Add up the bytes held now."""
 
+    def lacks_bytes(self) -> tuple[int, ...]:
+        """Return the bytes of each card that the next step is expected to lack; 0 where block
+        inputs can leave for it, below 0: what is left."""
+
     def traffic(self) -> Traffic:
         """Count the bytes moved since the start."""
 

@@ -110,6 +110,7 @@ class TrainingLoop(Generic[B]):
                 self._attend_requests()
                 started_s = time.perf_counter()  # a pause is no part of a step
                 self._recorder.begin_step(self._step_number + 1)
+                self._keep_room()
                 self._step()
                 self._between_steps()
                 self._progress.step_took(time.perf_counter() - started_s)
@@ -346,6 +347,13 @@ class TrainingLoop(Generic[B]):
         if self._queued is None:  # or the change came just now, and waits for the next step
             self._changes.carry_out(self.state.step, self._checkpoints.wait_copied)
 
+    def _keep_room(self) -> None:
+        """Give up settings where other programs took device memory, before a step runs out of it;
+        take them back once there is room again."""
+        self._changes.keep_room(
+            self._step_number, self._engine.lacks_bytes(), self._checkpoints.wait_copied
+        )
+
     def _wait_while_paused(self) -> None:
         self._engine.flush()
         self._recorder.end_step()
@@ -387,7 +395,10 @@ class TrainingLoop(Generic[B]):
     def _make_room(self, error: torch.OutOfMemoryError, lost_s: float, what: str) -> None:
         self._checkpoints.wait_copied()
         step, trains = self._step_number, what == "the step"
-        given_up = self._changes.make_room(step, lost_s, gpu_of(error), backward=trains)
+        others = any(lack > 0 for lack in self._engine.lacks_bytes())
+        given_up = self._changes.make_room(
+            step, lost_s, gpu_of(error), backward=trains, others=others
+        )
         if given_up is None:
             self._report_queued()
             if not self._refusals.under_way:

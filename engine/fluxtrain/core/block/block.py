@@ -222,7 +222,7 @@ class _Streamed(torch.autograd.Function):
         card = context.card_of(call.unit)
         call.given.refuse_changed()
         arriving = call.outputs.gradients_of_outputs(gradients)
-        ctx.saved_tensors  # none: torch refuses a second backward pass without retain_graph here
+        _ = ctx.saved_tensors  # none; torch refuses a second pass without retain_graph here
         tensors = call.given.fetch(card.activation_offload)
         wanted = [i for i, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
         sums: list[Tensor | None] = [None] * len(tensors)

@@ -84,9 +84,7 @@ class Call(UnitCall):
         self._card = context.card_of(unit)
         # may run the block: before its writes count
         spans, cut = _cut(context, unit, tree, tensors)
-        self.given = CallArguments(
-            self._card.device, self._card.counts, unit, tree, tensors, cut
-        )
+        self.given = CallArguments(self._card.device, self._card.counts, unit, tree, tensors, cut)
         self.outputs = CallOutputs()
         self.capture = capture
         self.chunks = [Chunk(span) for span in spans]
@@ -272,7 +270,7 @@ class Call(UnitCall):
         wanted: Sequence[int],
         gradients: Sequence[Tensor | None],
     ) -> list[Tensor]:
-        """Compute a chunk's gradients from its beginning, as its first attempt ran out of memory."""
+        """Compute a chunk's gradients from its beginning, after an attempt ran out of memory."""
         if chunk.saved is not None:
             chunk.saved.clear()
         give_back(self._device)

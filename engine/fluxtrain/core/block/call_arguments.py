@@ -137,10 +137,13 @@ class CallArguments:
             if i not in self._offloaded:
                 self._kept[i] = copies.get(i, tensor).detach()
         self._leaves = {i for i, tensor in enumerate(tensors) if tensor.is_leaf}  # or need nothing
-        self._held_inputs.hold(sum(t.nbytes for i, t in self._kept.items() if self.needs[i]))
+        needed = sum(tensor.nbytes for i, tensor in self._kept.items() if self.needs[i])
         self._turn = offload.next_turn(len(tensors))
-        if self._unit.recomputes:  # or their graph holds them, too
+        if self._unit.recomputes:
+            self._held_inputs.add(needed, self.evictable_bytes)
             offload.keep(self)
+        else:  # their graph holds them, too
+            self._held_inputs.add(needed, 0)
         # the memory of the others is not held until the backward pass
         self._copies, self._held = copies, []
 
@@ -169,8 +172,8 @@ class CallArguments:
 
     def evict(self, offload: ActivationOffload) -> None:
         """Offload the inputs that were to stay on the device until the backward pass."""
-        which = self._evictable()
-        self._held_inputs.leave(self.evictable_bytes)
+        which, size_bytes = self._evictable(), self.evictable_bytes
+        self._held_inputs.add(-size_bytes, -size_bytes, size_bytes)
         left = [self._kept.pop(i) for i in which]
         moved = offload.offload(left, [True] * len(left), self._turn)
         for place, one in moved.items():

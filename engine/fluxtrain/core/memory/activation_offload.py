@@ -225,17 +225,6 @@ class ActivationOffload:
             self._kept.pop()  # of passes that have ended
         self._kept.append(weakref.ref(inputs))
 
-    @property
-    def evictable_bytes(self) -> int:
-        """Return the bytes of inputs on the device that could leave it."""
-        found = map(self._evictable, self._kept)
-        return sum(inputs.evictable_bytes for inputs in found if inputs is not None)
-
-    @property
-    def away_bytes(self) -> int:
-        """Return the bytes of inputs that wait on the host."""
-        return sum(away.host.nbytes for away in list(self._away.values()))
-
     def evict(self, size_bytes: int) -> int:
         """Evict inputs, the oldest first, until `size_bytes` of the device are free; return how
         many are. Waits for their copies."""

@@ -48,7 +48,7 @@ class EngineCard:
             device, counters.downloaded, counters.sum_uploaded, arrivals=arrivals
         )
         self.activation_offload = ActivationOffload(device, counters.evicted)
-        self.watch = MemoryWatch(device, self.activation_offload, say)
+        self.watch = MemoryWatch(device, self.counts, self.activation_offload, say)
         self.shared = SharedArguments()
         # arguments that code outside had made when a block last waited for it, with their versions
         self._joined: dict[int, tuple[weakref.ref[Tensor], int]] = {}

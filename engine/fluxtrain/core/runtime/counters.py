@@ -37,6 +37,8 @@ class CardCounts:
     def __init__(self, torch_device: torch.device) -> None:
         self._torch_device = torch_device
         self.block_input_bytes = 0  # held from forward to backward
+        self.evictable_bytes = 0  # of them, those that could leave the device
+        self.evicted_bytes = 0  # block inputs that have left it in spite of the plan
         self.h2d_bytes = 0
         self.d2h_bytes = 0
         self.landed_bytes = 0  # came from other cards
@@ -170,19 +172,25 @@ def frozen_bytes_of(group: Group) -> int:
 
 
 class HeldInputs:
-    """Counts the bytes of one unit's inputs that the device holds from its forward to its
-    backward."""
+    """Counts the inputs of one unit from its forward to its backward."""
 
     def __init__(self, counts: CardCounts) -> None:
-        self._counts, self._bytes = counts, 0
+        self._counts = counts
+        self._bytes = self._evictable_bytes = self._evicted_bytes = 0
 
-    def hold(self, size_bytes: int) -> None:
-        self._counts.block_input_bytes += size_bytes
+    def add(self, size_bytes: int, evictable_bytes: int, evicted_bytes: int = 0) -> None:
+        """Count bytes that come to the device (below 0: leave it), that could leave it, and that
+        have left it in spite of the plan."""
         self._bytes += size_bytes
+        self._evictable_bytes += evictable_bytes
+        self._evicted_bytes += evicted_bytes
+        self._counts.block_input_bytes += size_bytes
+        self._counts.evictable_bytes += evictable_bytes
+        self._counts.evicted_bytes += evicted_bytes
 
-    def leave(self, size_bytes: int | None = None) -> None:
-        """Count `size_bytes` less, or all that are left."""
-        self.hold(-(self._bytes if size_bytes is None else size_bytes))
+    def leave(self) -> None:
+        """Count all of them out."""
+        self.add(-self._bytes, -self._evictable_bytes, -self._evicted_bytes)
 
     def __del__(self) -> None:
         self.leave()

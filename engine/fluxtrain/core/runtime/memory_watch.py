@@ -13,7 +13,7 @@ import torch
 
 from fluxtrain.core.device.device import Device
 from fluxtrain.core.memory.activation_offload import ActivationOffload
-from fluxtrain.core.runtime.counters import held_by_torch
+from fluxtrain.core.runtime.counters import CardCounts, held_by_torch
 from fluxtrain.units import bytes_text
 
 FULL_SHARE = 0.9  # of what torch may use: healthy plans reach it, so that
@@ -28,12 +28,18 @@ class MemoryWatch:
     """
 
     def __init__(
-        self, device: Device, inputs: ActivationOffload, say: Callable[[str], None]
+        self,
+        device: Device,
+        counts: CardCounts,
+        inputs: ActivationOffload,
+        say: Callable[[str], None],
     ) -> None:
-        self._device, self._inputs, self._say = device, inputs, say
+        self._device, self._counts, self._inputs, self._say = device, counts, inputs, say
         self._planned_bytes: int | None = None  # predicted peak of what tensors use
         self._budget_bytes: int | None = None
+        self._step_inputs_bytes = 0
         self.most_bytes: int | None = None  # that they may use, at the last look
+        self._most_inputs_bytes = 0  # that were on the device or away, after a block of this step
         self._beyond_bytes = 0  # the peak was seen to be higher than predicted by this
 
     @property
@@ -45,14 +51,20 @@ class MemoryWatch:
         return self._planned_bytes + self._beyond_bytes - self.most_bytes
 
     @property
+    def settings_must_free_bytes(self) -> int:
+        """Return `lack_bytes`, or 0 where inputs like those of the newest step can leave for it."""
+        return 0 if 0 < self.lack_bytes <= self._most_inputs_bytes else self.lack_bytes
+
+    @property
     def can_evict(self) -> bool:
         """Return whether inputs of earlier blocks are on the device."""
-        return self._inputs.evictable_bytes > 0
+        return self._counts.evictable_bytes > 0
 
     def look(self, planned_bytes: int | None, budget_bytes: int | None) -> None:
         """Ask the driver how much is left. planned_bytes: the predicted peak; budget_bytes: the
         most that torch may take (None: no limit was set)."""
         self._budget_bytes = budget_bytes
+        self._most_inputs_bytes, self._step_inputs_bytes = self._step_inputs_bytes, 0
         if planned_bytes != self._planned_bytes:
             self._planned_bytes, self._beyond_bytes = planned_bytes, 0
         left = self._left_bytes()
@@ -68,7 +80,10 @@ class MemoryWatch:
         used = self._used_bytes()
         if used is None or self.most_bytes is None or self._planned_bytes is None:
             return
-        wanted = self.lack_bytes - self._inputs.away_bytes
+        evicted_bytes = self._counts.evicted_bytes
+        inputs_bytes = self._counts.evictable_bytes + evicted_bytes
+        self._step_inputs_bytes = max(self._step_inputs_bytes, inputs_bytes)
+        wanted = self.lack_bytes - evicted_bytes
         healthy = max(FULL_SHARE * self.most_bytes, BEYOND_PLAN * self._planned_bytes)
         if (size_bytes := max(wanted, int(used - healthy))) > 0 and self.can_evict:
             self._evict(size_bytes)
@@ -76,13 +91,13 @@ class MemoryWatch:
     def ran_out(self) -> bool:
         """Evict a quarter of the inputs on the device, whose memory ran out; return whether there
         were any. The computation can be repeated then."""
-        size_bytes = self._inputs.evictable_bytes // 4 + 1
+        size_bytes = self._counts.evictable_bytes // 4 + 1
         if not self.can_evict:
             return False
         if self._planned_bytes is not None:
             self.look(self._planned_bytes, self._budget_bytes)
         freed = self._evict(size_bytes)
-        self._beyond_bytes += max(0, min(freed, self._inputs.away_bytes - self.lack_bytes))
+        self._beyond_bytes += max(0, min(freed, self._counts.evicted_bytes - self.lack_bytes))
         return True
 
     def _evict(self, size_bytes: int) -> int:

@@ -143,6 +143,11 @@ class Engine(Context):
         """Add up the bytes held now."""
         return memory_use(self)
 
+    def lacks_bytes(self) -> tuple[int, ...]:
+        """Return the bytes of each card that the next step is expected to lack; 0 where block
+        inputs can leave for it, below 0: what is left."""
+        return tuple(card.watch.settings_must_free_bytes for card in self.cards)
+
     def traffic(self) -> Traffic:
         """Count the bytes moved since the start."""
         return self.counters.traffic()

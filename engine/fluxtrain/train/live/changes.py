@@ -46,11 +46,12 @@ from fluxtrain.train.live.settings import (
 from fluxtrain.train.placing.prediction import Promise
 
 STEPS = 20  # on each side
+CALM_STEPS = 20  # in which there was room for what had to be given up
 FEWEST_STEPS = 3  # that a median is taken of
 WRONG_BELOW = 0.5  # of the predicted gain
 
 Verdict = Literal["kept", "wrong", "measured", "unknown"]
-Why = Literal["asked", "advice", "undo", "wrong", "memory"]
+Why = Literal["asked", "advice", "undo", "wrong", "memory", "room"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,6 +247,8 @@ class LiveChanges:
         self._requests: list[ChangeRequest] = []  # that wait for the end of the step
         self._peak_is_known = False  # a whole step was seen under the present settings
         self._applied: list[AppliedChange] = []  # the newest last; what `undo` takes back
+        self._given_up: list[tuple[LiveRun, FallbackStep]] = []  # while others had the memory
+        self._calm_steps = 0
         self._measurement = Measurement(announcer)
 
     @property
@@ -334,21 +337,61 @@ class LiveChanges:
         with self._lock:
             self._steady.disturb()
 
+    def keep_room(self, step: int, lacks_bytes: Sequence[int], still: Callable[[], None]) -> None:
+        """Give settings up before the step after `step` where other programs took a card's memory,
+        and take them back after calm steps.
+
+        lacks_bytes: of each card, as `TrainingEngine.lacks_bytes`. still: as for `carry_out`.
+        """
+        with self._lock:
+            for card, lack_bytes in enumerate(lacks_bytes):
+                index = self._run.placement.cards[card].index
+                needed = self._run.device_bytes(self.settings, card) - lack_bytes
+                while lack_bytes > 0 and self._run.device_bytes(self.settings, card) > needed:
+                    still()
+                    if self.make_room(step, 0.0, index, others=True) is None:
+                        break
+            if not self._given_up:
+                return
+            run, newest = self._given_up[-1]
+            grown = [
+                run.device_bytes(run.planned, card) - self._run.device_bytes(self.settings, card)
+                for card in range(run.cards)
+            ]
+            has_room = all(more <= -lack for more, lack in zip(grown, lacks_bytes, strict=True))
+            self._calm_steps = self._calm_steps + 1 if has_room else 0
+            if self._calm_steps >= CALM_STEPS:
+                still()
+                self._take_again(run, newest, step)
+
     def make_room(
-        self, step: int, lost_s: float, gpu: int | None = None, *, backward: bool = True
+        self,
+        step: int,
+        lost_s: float,
+        gpu: int | None = None,
+        *,
+        backward: bool = True,
+        others: bool = False,
     ) -> str | None:
         """Give up one thing after device memory ran out in the step after `step`, so that it can
         be repeated; return what, or None when nothing is left.
 
-        lost_s: seconds since the step began; gpu: the card that ran out, by torch's number.
+        lost_s: seconds since the step began; gpu: the card that ran out, by torch's number;
+        others: other programs have taken what was planned, and may give it back.
         """
         with self._lock:
             now = self.settings
+            before = self._run.left_with(now)
             for fallback in fallback_steps(self._run, now, gpu, backward=backward):
                 if self._falls_back(now, fallback):
                     break
             else:
                 return None
+            if others:
+                self._given_up.append((before, fallback))
+            else:
+                self._given_up.clear()
+            self._calm_steps = 0
             self._measurement.end(step)
             self._applied.clear()  # going back could run out of memory again
             change = Change(name=fallback.name, value=fallback.after)
@@ -375,6 +418,22 @@ class LiveChanges:
             return False
         self._run = self._run.left_with(fallback.settings)
         return True
+
+    def _take_again(self, run: LiveRun, newest: FallbackStep, step: int) -> None:
+        """Go back to `run`, as it was before the newest thing was given up."""
+        self._given_up.pop()
+        self._calm_steps = CALM_STEPS - 1  # the next one follows after a step
+        try:
+            refuse_without_host_room(self._run, self.settings, run.planned, self._memory())
+            self._put_in_force(run.planned)
+        except DoesNotFit:
+            self._given_up.clear()
+            return
+        self._run = run
+        change = Change(name=newest.name, value=newest.before)
+        request = ChangeRequest(change=change, why="room")
+        self._tell_applied(request, newest.after, step, newest.card)
+        self._steady.restart()
 
     def _put_in_force(self, new: LiveSettings) -> None:
         self._apply(self._run.placement_with(new))
@@ -403,6 +462,7 @@ class LiveChanges:
                 )
             )
             return
+        self._given_up.clear()  # the user decides
         self._measurement.end(step)
         self._tell_applied(request, now.value(change.name), step)
         self._adviser.withdraw(request.advice)
