@@ -1,8 +1,7 @@
-"""One of several processes would train a model of its own: it is refused, wherever it is seen."""
+"""One of several processes that are not joined when a model is wrapped would train alone."""
 
 from __future__ import annotations
 
-import datetime
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,21 +17,11 @@ import fluxtrain
 from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.errors import MisusedModel
 from tests.engine import forked
+from tests.engine.ranks import join
 from tests.on_cards import batch, llama
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 WORDS = "one of 2 processes"
-
-
-def join(rank: int, processes: int, meeting: Path) -> None:
-    """Become one process of a group, as torchrun's children do."""
-    distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{meeting}",
-        rank=rank,
-        world_size=processes,
-        timeout=datetime.timedelta(seconds=120),
-    )
 
 
 def step(model: nn.Module, *, in_backward: bool = False) -> None:
@@ -53,8 +42,6 @@ def joined_after_wrap(rank: int, folder: Path) -> None:
     models = [fluxtrain.wrap(llama(2), device="cpu") for _ in range(3)]
     join(rank, 2, folder / "meeting")
     before = weights(models[0])
-    with pytest.raises(MisusedModel, match=WORDS):
-        fluxtrain.wrap(llama(2), device="cpu")
     with pytest.raises(MisusedModel, match=WORDS):
         step(DistributedDataParallel(models[0]))
     with pytest.raises(MisusedModel, match=WORDS):
@@ -96,9 +83,9 @@ def test_a_group_of_one_process_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(map(torch.equal, before, weights(model)))
 
 
-def test_wrap_under_a_launcher_names_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrap_before_the_ranks_are_joined_names_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(MisusedModel, match=r"one of 2 processes.*without torchrun"):
+    with pytest.raises(MisusedModel, match=r"one of 2 processes.*init_process_group"):
         fluxtrain.wrap(llama(2), device="cpu")
 
 

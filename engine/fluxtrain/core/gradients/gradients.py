@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from fluxtrain.core.device.device import Device, Transfer
-from fluxtrain.core.gradients.host_gradients import Arrival, HostGradients, Report, apply_scales
-from fluxtrain.core.gradients.row_sum import RowSum, norm_by_rows
+from fluxtrain.core.gradients.host_gradients import Arrival, HostGradients, Report
+from fluxtrain.core.gradients.row_sum import RowSum, exchanged_rows, norm_by_rows
 from fluxtrain.core.gradients.vocab_chunk_sum import VocabChunkSum
 from fluxtrain.core.memory.group import Group
 from fluxtrain.core.memory.segment import Member, Segment
+from fluxtrain.core.ranks.exchange import NOT_EXCHANGED, Exchange
 
 
 class Gradients:
@@ -34,11 +35,12 @@ class Gradients:
         downloaded: Report,
         uploaded: Report,
         arrivals: dict[Group, Arrival] | None = None,
+        exchange: Exchange = NOT_EXCHANGED,
     ) -> None:
         """Begin without sums. `arrivals`: gradients on the host, which several devices' sums
-        share."""
+        share; `exchange`: with other processes, of every sum that is complete."""
         self._device = device
-        self.host = HostGradients(device, downloaded, uploaded, arrivals)
+        self.host = HostGradients(device, downloaded, uploaded, arrivals, exchange)
         # shared by groups that finish within their backward, by the lane that they compute on
         self._scratch: dict[int, Tensor] = {}
         self._views = MemberViews()
@@ -219,22 +221,43 @@ class FlatSum:
         self._clear_untouched()
         host.allocate(group, passing=passing)
         stays = group.is_on("device", "gradients")
-        host.arrivals[group] = self._store_on_device() if stays else self._download()
+        again = self._add_stored(stays=stays)
+        if host.exchange.finishes():
+            host.exchange.reduce(self.flat[: group.trained_elements])
+            # what another rank alone has used counts here too, with the same numbers everywhere
+            self._touched.update(m.index for s in group.trained for m in s.members)
+        host.arrivals[group] = self._store_on_device(again) if stays else self._download(again)
         for index in self._touched:
             group.members[index].has_gradient = True
 
-    def _download(self) -> Arrival:
-        """Download the sum: rounded, or in fp32 added to that of earlier backward passes."""
+    def _add_stored(self, *, stays: bool) -> set[Segment]:
+        """Add the sums of earlier backward passes; return the segments that have any."""
+        group, host = self.group, self._host
+        again: set[Segment] = set()
+        follows = [] if stays else host.transfers_in_place(group)
+        host.take_rows(group)  # more than rows is added
+        for segment, flat in self._segments():
+            earlier = [m for m in segment.members if m.has_gradient]
+            if not earlier:
+                continue
+            again.add(segment)
+            if not stays:
+                host.add_stored(group, segment, flat, follows)
+            for member in earlier if stays else ():
+                self._parts[member.index].add_(member.gradient, alpha=member.gradient_scale)
+                member.gradient_scale = 1.0
+            self._touched.update(member.index for member in earlier)
+        return again
+
+    def _download(self, again: set[Segment]) -> Arrival:
+        """Download the sum: rounded, or in fp32 that of several backward passes (`again`)."""
         group, host = self.group, self._host
         transfers: list[Transfer] = []
         norms: list[Tensor] = []
         members: list[Member] = []
-        follows = host.transfers_in_place(group)
-        host.take_rows(group)  # more than rows is added
         for segment, flat in self._segments():
-            mine = [m for m in segment.members if m.has_gradient or m.index in self._touched]
-            if any(m.has_gradient for m in mine):
-                host.add_stored(group, segment, flat, follows)
+            mine = [m for m in segment.members if m.index in self._touched]
+            if segment in again:
                 norms.append(norms_of([self._parts[m.index] for m in mine], group))
                 host.scatter.forget(segment.gradient)
                 transfers += host.download_sum(group, segment, flat)
@@ -249,24 +272,16 @@ class FlatSum:
             members += mine
         return Arrival.of(transfers, norms, members)
 
-    def _store_on_device(self) -> Arrival:
-        """Store the sum on the device, or add it to that of earlier backward passes."""
+    def _store_on_device(self, again: set[Segment]) -> Arrival:
+        """Store the sum on the device: rounded, or in fp32 that of several backward passes."""
         group = self.group
         members = [m for s in group.trained for m in s.members if m.index in self._touched]
         norms: list[Tensor] = []
-        again = group.has_gradient
         for segment, flat in self._segments():
-            mine = [m for m in segment.members if m.index in self._touched]
-            if again:
-                apply_scales(mine)
-                group.memory.widen_gradient(segment)
+            if segment in again:
+                group.memory.take_wide_gradient(segment)
             to = segment.gradient
-            if not again and len(mine) == len(segment.members):
-                to.copy_(flat)
-                mine = []
-            for member in mine:
-                into, arrived = member.slice(to), member.slice(flat)
-                (into.add_ if again and member.has_gradient else into.copy_)(arrived)
+            to.copy_(flat)
             norms += self._norms(segment, to)
         return Arrival.of([], norms, members)
 
@@ -377,15 +392,21 @@ class EmbeddingSum:
         host.wait_for_update(group)
         host.allocate(group, passing=passing)
         before = host.take_rows(group)
+        exchanges = host.exchange.finishes()
         if group.has_gradient and before is None:
             host.add_rows(group, rows)
+            if exchanges:
+                host.exchange.reduce_on_host(group.members[0].gradient)
         else:
-            host.arrivals[group] = self._download(rows, before, passing=passing)
+            how = {"passing": passing, "exchanges": exchanges}
+            host.arrivals[group] = self._download(rows, before, **how)
         group.members[0].has_gradient = True
 
-    def _download(self, rows: RowSum, before: RowSum | None, *, passing: bool) -> Arrival:
+    def _download(
+        self, rows: RowSum, before: RowSum | None, *, passing: bool, exchanges: bool
+    ) -> Arrival:
         """Make the whole gradient of `rows`, the rows of `before`, and zeros elsewhere. passing:
-        no other pass adds to it."""
+        no other pass adds to it; exchanges: other processes do."""
         group, host = self.group, self._host
         member, buffers = group.members[0], group.rows
         assert buffers is not None
@@ -393,6 +414,8 @@ class EmbeddingSum:
             rows = before.plus(rows, host.device, member.gradient_scale)
             member.gradient_scale = 1.0
             group.memory.take_wide_gradient(member.segment)
+        if exchanges:
+            rows = exchanged_rows(rows, host.exchange, member.gradient.dtype)
         places, table_rows = rows.places.rows, buffers.table_rows
         to, scatter = member.segment.gradient, host.scatter
 

@@ -24,6 +24,7 @@ from fluxtrain.core.device.device import Device, Transfer
 from fluxtrain.core.gradients.row_sum import RowSum, RowTransfer, Scatter
 from fluxtrain.core.memory.group import Group
 from fluxtrain.core.memory.segment import Member, Segment
+from fluxtrain.core.ranks.exchange import NOT_EXCHANGED, Exchange
 from fluxtrain.plan.depths import ring_depth, staging_depth, sum_depth
 
 Report = Callable[[Group, Transfer, int], None]  # group, the copy, bytes
@@ -76,8 +77,10 @@ class HostGradients:
         downloaded: Report,
         uploaded: Report,
         arrivals: dict[Group, Arrival] | None = None,
+        exchange: Exchange = NOT_EXCHANGED,
     ) -> None:
         self.device = device
+        self.exchange = exchange  # with other processes, before gradients are rounded
         self.arrivals = {} if arrivals is None else arrivals
         self.staging = GradientStaging(device, downloaded, uploaded)
         self.scatter = Scatter()

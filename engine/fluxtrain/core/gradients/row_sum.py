@@ -15,6 +15,7 @@ from fluxtrain.core.device.device import Device, Transfer
 from fluxtrain.core.device.page_locks import host_empty
 from fluxtrain.core.device.recorder import Instant
 from fluxtrain.core.memory.rows import Places
+from fluxtrain.core.ranks.exchange import Exchange
 
 _INDEX = torch.int64
 
@@ -63,6 +64,12 @@ class RowSum:
         bounds = torch.searchsorted(self.places.rows, torch.tensor([first, first + count]))
         start, stop = bounds.tolist()
         return self.values[start:stop], self.on_device[start:stop] - first
+
+
+def exchanged_rows(rows: RowSum, exchange: Exchange, dtype: torch.dtype) -> RowSum:
+    """Return the rows that any process looked up, with the sum or mean of their gradients."""
+    merged, total = exchange.gather_rows(rows.places.rows, rows.values)
+    return RowSum(Places(merged, merged[:0]), merged.to(total.device), total.to(dtype))
 
 
 class Scatter:

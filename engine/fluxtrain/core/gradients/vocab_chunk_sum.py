@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fluxtrain.core.device.device import Transfer
 from fluxtrain.core.gradients.host_gradients import Arrival, HostGradients, cut, widen_stored
-from fluxtrain.core.gradients.row_sum import RowSum, RowTransfer
+from fluxtrain.core.gradients.row_sum import RowSum, RowTransfer, exchanged_rows
 from fluxtrain.core.memory.group import Group
 from fluxtrain.core.memory.segment import Member
 
@@ -41,7 +41,9 @@ class VocabChunkSum:
         self._before = {s: s.gradient for s in group.trained} if earlier else {}
         self._before_transfers = in_place if earlier else []
         self._before_rows = rows if earlier else None
-        self._kept = None if self._on_host else _rows_looked_up(group)
+        # with other processes the rows of all are added on the host
+        together = host.exchange.ranks.world > 1
+        self._kept = None if self._on_host or together else _rows_looked_up(group)
         self._kept_are_complete = False  # the lookup's gradient was added to them
         self._late: list[RowSum] = []  # of lookups, to be added on the host
         self._given: dict[int, set[int]] = {}  # first rows, by member index
@@ -76,6 +78,8 @@ class VocabChunkSum:
             self._add_earlier(member, first, values, rows)
         if self._again:
             group.memory.take_wide_gradient(segment)
+        if self._host.exchange.is_on:
+            self._host.exchange.reduce(values)
         to = member.gradient[first : first + len(values)]
         self._host.scatter.forget(segment.gradient)
         size_bytes = rows * to[:1].nbytes
@@ -122,8 +126,10 @@ class VocabChunkSum:
             group.members[index].has_gradient = True
             group.members[index].gradient_scale = 1.0
         self._carry_over()
+        exchanges = host.exchange.finishes()
         for late in self._late:
-            host.add_rows(group, late)
+            rows = exchanged_rows(late, host.exchange, torch.float32) if exchanges else late
+            host.add_rows(group, rows)
 
     def _download_kept(self) -> RowSum:
         """Download the kept rows, rounded, over those downloaded with the chunks."""

@@ -5,15 +5,16 @@ FluxTrain's own commands wrap without advice: they tell their user in words of t
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
-from torch import distributed, nn
+from torch import nn
 
 from fluxtrain.core.memory.group import Group
+from fluxtrain.core.ranks.exchange import NOT_EXCHANGED, Exchange
+from fluxtrain.core.ranks.join import launched_world, world_size
 from fluxtrain.errors import BadInput, MisusedModel, UnsupportedModel
 from fluxtrain.plan.states import LEAST_PACKED
 
@@ -27,17 +28,23 @@ def refuse_other_objects(model: object) -> None:
 
 
 def refuse_several_processes() -> None:
-    """Raise MisusedModel in one of several processes: nothing adds their gradients up."""
-    launched = os.environ.get("WORLD_SIZE", "")
-    count = int(launched) if launched.isdecimal() else 1
-    if distributed.is_available() and distributed.is_initialized():
-        count = max(count, distributed.get_world_size())
+    """Raise MisusedModel in one of several processes that a launcher has started."""
+    count = max(world_size(), launched_world())
     if count > 1:
         raise MisusedModel(
-            f"this is one of {count} processes (WORLD_SIZE, or a torch.distributed group), and "
-            "nothing adds up the gradients of several: each would train a model of its own. Start "
-            "one process, without torchrun, accelerate launch and DistributedDataParallel: it uses "
-            "all cards"
+            f"this is one of {count} processes (WORLD_SIZE, or a torch.distributed group): start "
+            "this command as one process, without torchrun"
+        )
+
+
+def refuse_other_group(exchange: Exchange) -> None:
+    """Raise MisusedModel where processes were joined, or left, since a model was wrapped."""
+    mine, now = exchange.ranks.world, world_size()
+    if exchange is not NOT_EXCHANGED and mine != now:
+        raise MisusedModel(
+            f"this is one of {now} processes, and the model was wrapped as that of {mine}: nothing "
+            "would add up their gradients. Call torch.distributed.init_process_group() before "
+            "fluxtrain.wrap, and destroy_process_group() after the last step"
         )
 
 

@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
 
 from fluxtrain.core.adamw.hyper import Hyper
 from fluxtrain.core.gradients.host_gradients import round_stored
-from fluxtrain.core.guards.wrap_checks import refuse_several_processes
+from fluxtrain.core.guards.wrap_checks import refuse_other_group
 from fluxtrain.core.guards.writes import check_writes
 from fluxtrain.core.memory.group import Group
 from fluxtrain.core.optimizer.optimizer_state import (
@@ -212,7 +212,9 @@ def refuse_broken_step(contexts: list[Context]) -> None:
 
 def prepare(optimizer: Optimizer, entries: Entries) -> None:
     """Check and import the optimizer's state and the weights before the first update of a step."""
-    refuse_several_processes()  # a group may have been joined after `wrap`
+    for context in _contexts(entries):
+        refuse_other_group(context.exchange)
+        context.exchange.refuse_kept()
     make_plain(optimizer, but={index for _, _, index in entries})
     check_state(optimizer, entries)
     _claim(optimizer, entries)
@@ -325,9 +327,10 @@ def _unscale_factor(optimizer: Optimizer) -> float:
 
 def _foreign_step(optimizer: Optimizer, entries: Entries) -> None:
     """Let another optimizer work on the host tensors; the next forward notices its writes."""
-    refuse_several_processes()
     make_plain(optimizer)
     for context in _contexts(entries):
+        refuse_other_group(context.exchange)
+        context.exchange.refuse_kept()
         context.flush()
         _clip_others(context, {id(o.member) for o, _, _ in entries}, context.norm)
         norm, context.norm = context.norm, None

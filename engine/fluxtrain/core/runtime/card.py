@@ -17,6 +17,7 @@ from fluxtrain.core.guards.shared_memory import version_of
 from fluxtrain.core.memory.activation_offload import ActivationOffload
 from fluxtrain.core.memory.group import Group
 from fluxtrain.core.memory.window import CopiesAhead, Window
+from fluxtrain.core.ranks.exchange import Exchange
 from fluxtrain.core.runtime.arrivals import arrivals_of
 from fluxtrain.core.runtime.counters import Counters
 from fluxtrain.core.runtime.memory_watch import MemoryWatch
@@ -36,16 +37,17 @@ class EngineCard:
         counters: Counters,
         arrivals: dict[Group, Arrival],
         say: Callable[[str], None],
+        exchange: Exchange,
     ) -> None:
         """Make the card of `number`; `groups` are the whole model's, `arrivals` their gradients on
-        the host; `say` warns the user."""
+        the host; `say` warns the user; `exchange` adds the gradients of other processes."""
         self.number = number
         self.device = device
         self.counts = counters.cards[number]
         self.window = Window(device, counters.uploaded)
         self.ahead = CopiesAhead(self.window, groups, number)
         self.gradients = Gradients(
-            device, counters.downloaded, counters.sum_uploaded, arrivals=arrivals
+            device, counters.downloaded, counters.sum_uploaded, arrivals, exchange
         )
         self.activation_offload = ActivationOffload(device, counters.evicted)
         self.watch = MemoryWatch(device, self.counts, self.activation_offload, say)

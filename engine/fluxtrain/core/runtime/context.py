@@ -26,6 +26,7 @@ from fluxtrain.core.guards.shared_memory import version_of
 from fluxtrain.core.memory.group import Group
 from fluxtrain.core.memory.segment import Member
 from fluxtrain.core.memory.unit import Unit
+from fluxtrain.core.ranks.exchange import NOT_EXCHANGED, Exchange
 from fluxtrain.core.runtime.card import EngineCard
 from fluxtrain.core.runtime.counters import Counters
 from fluxtrain.core.runtime.graphs import Graphs
@@ -138,8 +139,16 @@ class Context:
     and updates run concurrently.
     """
 
-    def __init__(self, devices: Sequence[Device], placement: Placement, *, overlap: bool) -> None:
+    def __init__(
+        self,
+        devices: Sequence[Device],
+        placement: Placement,
+        *,
+        overlap: bool,
+        exchange: Exchange = NOT_EXCHANGED,
+    ) -> None:
         self.plan = placement
+        self.exchange = exchange  # with the other processes that train this model
         self.use = UseGuard()
         self.overlap = overlap
         self.chunk_rows = placement.chunk_rows or 0  # 0: chosen at the first forward
@@ -154,7 +163,9 @@ class Context:
         self.arrivals: dict[Group, Arrival] = {}  # gradients on the host
         self._said: set[str] = set()
         self.cards = [
-            EngineCard(number, device, self.groups, self.counters, self.arrivals, self.say)
+            EngineCard(
+                number, device, self.groups, self.counters, self.arrivals, self.say, exchange
+            )
             for number, device in enumerate(devices)
         ]
         device = devices[0]
@@ -305,7 +316,7 @@ class StepInBackward:
         """loss: the tensor to call `backward` on. If it is not finite nothing is updated. A
         backward pass that does not pass through it does not belong to this step."""
         self.updated: set[Group] = set()
-        self.guard = None if loss is None else GradNorm(context.device, [], None, [loss])
+        self.guard = None if loss is None else _guard_of(context, loss)
         self._begun: list[bool] | None = None if loss is None else _begun(loss)
         self._optimizer = weakref.ref(optimizer)
         self._context, self._graphs, self._work = context, context.graphs, work
@@ -373,6 +384,10 @@ class StepInBackward:
         for group in self.updated:
             for owner, _ in self._work.get(group, ()):
                 self._context.gradients_of(group).host.drop(group, owner.member)
+
+
+def _guard_of(context: Context, loss: Tensor) -> GradNorm:
+    return GradNorm(context.device, [], None, [loss], exchange=context.exchange)
 
 
 def _begun(loss: Tensor) -> list[bool] | None:

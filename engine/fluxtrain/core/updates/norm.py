@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fluxtrain.core.device.device import Device, Transfer
 from fluxtrain.core.device.page_locks import host_empty
+from fluxtrain.core.ranks.exchange import NOT_EXCHANGED, Exchange
 
 _EPS = c_float(1e-6).value
 
@@ -23,6 +24,7 @@ class GradNorm:
     norm or a loss is not finite, the scale is NaN, and nothing is updated. `loss_scale` (0-d fp32
     on the device): the factor of the losses in the backward pass; norm and scale divide by it, so
     that no pass over the gradients is needed. `names`: the groups of the parts, in forward order.
+    `exchange`: losses of several processes become one, so that all decide alike.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class GradNorm:
         losses: Sequence[Tensor] = (),
         loss_scale: Tensor | None = None,
         names: Sequence[str] = (),
+        exchange: Exchange = NOT_EXCHANGED,
     ) -> None:
         self.max_norm = max_norm
         self.skips = False  # a refused step is skipped in silence, and the trainer counts it
@@ -48,6 +51,8 @@ class GradNorm:
             else torch.zeros((), device=device.torch_device)
         )
         sent = torch.stack([total, *(loss.detach().float() for loss in losses)])
+        if losses and exchange.ranks.world > 1:
+            sent = torch.cat([sent[:1], exchange.numbers(sent[1:])])
         if loss_scale is not None:
             sent = torch.cat([sent[:1] / loss_scale, sent[1:], loss_scale.reshape(1)])
         self._on_device = sent  # norm, losses, loss scale; fp32

@@ -64,7 +64,7 @@ class Engine(Context):
         parts = on_one_device([part for _, part in named], self.device.torch_device)
         scale = self.loss_scale.value if self.loss_scale is not None else None
         names = [name for name, _ in named]
-        self.norm = GradNorm(self.device, parts, max_norm, losses, scale, names)
+        self.norm = GradNorm(self.device, parts, max_norm, losses, scale, names, self.exchange)
         return self.norm
 
     def begin_step_in_backward(

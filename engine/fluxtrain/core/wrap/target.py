@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fluxtrain.core.memory.mapped import cool, copied_bytes
+from fluxtrain.core.ranks.join import ALONE, Ranks, gpu_of_rank
 from fluxtrain.errors import BadInput, DoesNotFit
 from fluxtrain.machine.gpu import Gpus
 from fluxtrain.machine.machine import read_machine
@@ -47,15 +48,19 @@ def compute_device(device: str | torch.device | None) -> torch.device:
 
 
 def compute_devices(
-    device: str | torch.device | None, cards: int | Sequence[int] | None
+    device: str | torch.device | None, cards: int | Sequence[int] | None, ranks: Ranks = ALONE
 ) -> list[torch.device]:
     """Return the devices of so many cards, or of these numbers; the CPU may occur several times.
-    None: every GPU, of which the plan takes the useful ones; or only the named one.
+    None: every GPU, of which the plan takes the useful ones; or only the named one; of several
+    `ranks` that which torch computes on, or else the rank's own.
 
     Raises BadInput as `compute_device`, and for a card that does not exist or is named twice.
     """
     first = compute_device(device)
     _refuse_odd(cards)
+    if ranks.world > 1 and cards is None and first == torch.device("cuda"):
+        now = torch.cuda.current_device()
+        return [torch.device("cuda", now or gpu_of_rank(torch.cuda.device_count()))]
     index: int | None = first.index  # torch types it as never None
     if cards == 1 or (cards is None and (first.type == "cpu" or index is not None)):
         return [first]
@@ -71,6 +76,17 @@ def compute_devices(
     if max(numbers) >= there:
         raise BadInput(f"cards is {cards!r}, but torch sees {there}: use numbers below {there}")
     return [torch.device("cuda", number) for number in numbers]
+
+
+def the_one_of(devices: Sequence[torch.device], ranks: Ranks) -> torch.device:
+    """Return the device that tensors are exchanged on. Raises BadInput where each of several
+    processes has several cards."""
+    if ranks.world > 1 and len(devices) > 1:
+        raise BadInput(
+            f"cards names {len(devices)} cards for each of {ranks.world} processes, and a process "
+            "computes on one: leave cards out, or start one process, which uses all"
+        )
+    return devices[0]
 
 
 def devices_of(

@@ -19,7 +19,6 @@ from fluxtrain.core.guards.arguments import to_device
 from fluxtrain.core.guards.wrap_checks import (
     advice,
     refuse_other_objects,
-    refuse_several_processes,
     refuse_unsupported,
 )
 from fluxtrain.core.head import device_head
@@ -30,6 +29,9 @@ from fluxtrain.core.memory.packed import KeptWeights, all_dense_weights
 from fluxtrain.core.memory.unit import Unit
 from fluxtrain.core.optimizer.hook import install as install_adoption
 from fluxtrain.core.optimizer.plain_state import let_go
+from fluxtrain.core.ranks import ddp
+from fluxtrain.core.ranks.exchange import NOT_EXCHANGED, Exchange
+from fluxtrain.core.ranks.join import joined
 from fluxtrain.core.runtime.context import Owner
 from fluxtrain.core.runtime.parameter import adopt_parameter, owner_of, release_parameter
 from fluxtrain.core.runtime.passes import take_in
@@ -37,6 +39,7 @@ from fluxtrain.core.wrap.adapters import adapters_of, refuse_late, take_magnitud
 from fluxtrain.core.wrap.bitsandbytes_layers import give_back_quantised, take_over_quantised
 from fluxtrain.core.wrap.block_discovery import Parts, take_apart
 from fluxtrain.core.wrap.engine import Engine, engine_of
+from fluxtrain.core.wrap.equal_ranks import make_equal
 from fluxtrain.core.wrap.grouping import Borrowed, group_parameters, head_linear, model_facts
 from fluxtrain.core.wrap.module_patches import (
     ancestors,
@@ -46,7 +49,7 @@ from fluxtrain.core.wrap.module_patches import (
     replace_forward,
 )
 from fluxtrain.core.wrap.slots import choose_recompute, make_slots, put_units_on_cards
-from fluxtrain.core.wrap.target import compute_devices, devices_of, placed
+from fluxtrain.core.wrap.target import compute_devices, devices_of, placed, the_one_of
 from fluxtrain.core.wrap.unit_forward import UnitForward
 from fluxtrain.errors import BadInput, MisusedModel, UnsupportedModel
 from fluxtrain.plan.group_placement import check_groups, check_rows
@@ -98,14 +101,18 @@ def wrap(  # noqa: PLR0913 - each is a choice of its own
     optimizer_in_backward: plan less memory for gradients, as every step will update in backward
         (`Engine.begin_step_in_backward`, before the backward pass).
     deferred_moments: AdamW on the host writes all weights first, fp32 moments later: the same bits.
-    Raises UnsupportedModel, BadInput or DoesNotFit; MisusedModel in one of several processes.
+    Within a torch.distributed process group each rank computes on one GPU, gradients become the
+    mean over ranks as DistributedDataParallel takes it (which may be put around the model, and
+    finds nothing to do), and all ranks keep equal weights.
+    Raises UnsupportedModel, BadInput or DoesNotFit; MisusedModel in one of several processes that
+    are not joined yet.
     What does not work: weights' gradients by `autograd.grad`, second derivatives, `torch.func`, a
     block's own random generator.
     """
     if "_fluxtrain_engine" in getattr(model, "__dict__", {}):
         return model
     refuse_other_objects(model)
-    refuse_several_processes()
+    ranks = joined()
     take_over_quantised(model)
     refuse_unsupported(model)
     asked: dict[str, Any] = {"offload": offload, "chunk_rows": chunk_rows, "budget_gib": budget_gib}
@@ -115,13 +122,16 @@ def wrap(  # noqa: PLR0913 - each is a choice of its own
     if isinstance(placement, Placement):
         _refuse_beside_a_placement(asked | {name: True for name, value in steps.items() if value})
         made_for = devices_of(placement, device, cards)
-        _put_engine(model, made_for, placement, states, frozen, overlap=overlap)
+        exchange = Exchange(ranks, the_one_of(made_for, ranks))
+        _put_engine(model, made_for, placement, states, frozen, overlap=overlap, exchange=exchange)
         return model
     request = replace(_request_of(placement), **asked)
     device = request.device if device is None and request.device != "auto" else device
     made = RunRequest.of(request, **steps)
-    devices = compute_devices(device, cards)
-    _put_engine(model, devices, made, states, frozen, overlap=overlap, chooses=cards is None)
+    devices = compute_devices(device, cards, ranks)
+    how: dict[str, Any] = {"overlap": overlap, "chooses": cards is None}
+    how["exchange"] = Exchange(ranks, the_one_of(devices, ranks))
+    _put_engine(model, devices, made, states, frozen, **how)
     return model
 
 
@@ -137,12 +147,14 @@ def wrap_placed(
     states: StateFormat,
     frozen: StorageFormat,
     keeping: Keeping | None = None,
+    exchange: Exchange = NOT_EXCHANGED,
 ) -> nn.Module:
     """Do what `wrap` does, for a trainer that has loaded the model: with a made placement, updates
     during the computation, packed weights that may be kept on disk, and its files' pages given
-    back as soon as they were read."""
+    back as soon as they were read; `exchange` is that with other processes."""
     refuse_unsupported(model)
     how: dict[str, Any] = {"overlap": True, "keeping": keeping, "drops": True}
+    how["exchange"] = exchange
     _put_engine(model, compute_devices(device, cards or 1), placement, states, frozen, **how)
     return model
 
@@ -158,6 +170,7 @@ def _put_engine(
     chooses: bool = False,
     keeping: Keeping | None = None,
     drops: bool = False,
+    exchange: Exchange = NOT_EXCHANGED,
 ) -> None:
     """Give the model's parts an engine, which adopts optimizers; plan only what is not placed, and
     where it `chooses` on those of the devices that help."""
@@ -177,7 +190,7 @@ def _put_engine(
     with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in
         several = len(devices) > 1
         opened = [open_device(device, one_of_several=several) for device in devices]
-        engine = Engine(opened, placement, overlap=overlap)
+        engine = Engine(opened, placement, overlap=overlap, exchange=exchange)
         with nullcontext() if keeping is None else keeping(groups.values()) as kept:
             _load_groups(engine, groups, kept, drops=drops)
         take_magnitudes_of_packed(model, engine.groups)
@@ -188,13 +201,16 @@ def _put_engine(
         make_slots(engine)
         choose_recompute(engine)
         _put_on(engine, model, parts)
+        make_equal(engine)
     engine.adapters = adapters_of(model)
-    engine.again = partial(_again, devices, asked, states, frozen, overlap=overlap)
+    how: dict[str, Any] = {"overlap": overlap, "exchange": exchange}
+    engine.again = partial(_again, devices, asked, states, frozen, **how)
     if not drops and (advised := advice(groups.values())):
         told.append(advised)
     for text in told:
         engine.say(text)
     install_adoption()
+    ddp.install()
 
 
 def _again(
@@ -203,15 +219,14 @@ def _again(
     states: StateFormat,
     frozen: StorageFormat,
     model: nn.Module,
-    *,
-    overlap: bool,
+    **how: Any,
 ) -> None:
     """Wrap a model as it was, with the adapters that were put into it meanwhile."""
     engine = engine_of(model)
     refuse_late(engine, asked)
     engine.say("adapters were put into the wrapped model: it is wrapped again, with them")
     unwrap(model)
-    _put_engine(model, devices, asked, states, frozen, overlap=overlap)
+    _put_engine(model, devices, asked, states, frozen, **how)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -361,6 +376,11 @@ def _put_on(engine: Engine, model: nn.Module, parts: Parts) -> None:
     for _, parameter in parts.loose:
         parameter.data = parameter.data.to(device)
         engine.loose.append(parameter)
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(engine.exchange.reduce_gradient)
+        for parameter in engine.loose
+        if parameter.requires_grad and engine.exchange.ranks.world > 1
+    ]
     if device.type != "cpu":
         move_buffers(model, device)
         for unit in engine.units:
@@ -369,6 +389,7 @@ def _put_on(engine: Engine, model: nn.Module, parts: Parts) -> None:
     model.__dict__["_fluxtrain_hooks"] = (
         model.register_forward_pre_hook(_before_model, with_kwargs=True),
         model.register_forward_hook(_after_model, always_call=True),
+        *hooks,
     )
     for module in ancestors(model, {id(u.module) for u in engine.units}):
         guard_module(module, engine)

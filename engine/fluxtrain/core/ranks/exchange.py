@@ -1,0 +1,162 @@
+"""`Exchange`: the gradients of all ranks become one, before they are rounded and sent home.
+
+A loop of a user's own takes means, as DistributedDataParallel does; `fluxtrain train` divides each
+loss by what all ranks count, and takes sums. With several backward passes a step only the last one
+exchanges, where the user's `no_sync` or the loop says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, distributed
+
+from fluxtrain.core.ranks.join import ALONE, Ranks
+from fluxtrain.errors import MisusedModel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fluxtrain.plan.request import Order
+
+_PIECE_ELEMENTS = 1 << 24  # of a sum in rank order: 64 MiB of fp32 at a time
+
+
+class Exchange:
+    """The sums or means over all ranks, in place; used by the thread of the backward pass."""
+
+    def __init__(
+        self,
+        ranks: Ranks = ALONE,
+        device: torch.device | None = None,
+        *,
+        sums: bool = False,
+        order: Order = "fast",
+    ) -> None:
+        """order: `fixed` adds in the order of ranks, `fast` as the backend's all_reduce does."""
+        self.ranks, self._order = ranks, order
+        self._factor = 1.0 if sums else 1.0 / ranks.world
+        several = ranks.world > 1
+        self._group: Any = ranks.device_group(device) if several and device is not None else None
+        self._paused = False
+        self._waits: Callable[[], bool] = lambda: False  # for another pass, as a DDP says
+        self._kept = False  # gradients of this rank alone wait for a pass that exchanges
+
+    @property
+    def is_on(self) -> bool:
+        """Return whether gradients that are complete now are exchanged."""
+        return self.ranks.world > 1 and not (self._paused or self._waits())
+
+    def finishes(self) -> bool:
+        """Return whether the sum that is complete now is exchanged, and note it where not."""
+        if self.ranks.world == 1:
+            return False
+        self._kept = not self.is_on
+        return not self._kept
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Keep gradients of passes inside on this rank; a later pass exchanges them."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def follow(self, waits: Callable[[], bool]) -> None:
+        """Let `waits` say whether a later pass exchanges, as `no_sync` of a DDP around the model
+        does."""
+        self._waits = waits
+
+    def refuse_kept(self) -> None:
+        """Raise MisusedModel where the last backward pass was not exchanged, before its step."""
+        if self._kept:
+            self._kept = False
+            raise MisusedModel(
+                "the last backward pass before optimizer.step() was inside no_sync(), so the "
+                "gradients are of this rank alone: leave no_sync() before the last pass of a step"
+            )
+
+    def reduce(self, flat: Tensor) -> None:
+        """Make `flat` (elements,) fp32 on the device the sum or mean over ranks."""
+        if self._order == "fixed" and self.ranks.world > 2:  # of two, any order has the same bits
+            for piece in flat.split(_PIECE_ELEMENTS):
+                self._add_in_order(piece)
+        else:
+            distributed.all_reduce(flat, group=self._group)
+        if self._factor != 1.0:
+            flat.mul_(self._factor)
+
+    def reduce_gradient(self, parameter: Tensor) -> None:
+        """Exchange the gradient of a parameter that torch's own optimizer steps (a hook)."""
+        if self.finishes() and parameter.grad is not None:
+            total = parameter.grad.float()
+            self.reduce(total)
+            parameter.grad.copy_(total)
+
+    def reduce_on_host(self, flat: Tensor) -> None:
+        """Do what `reduce` does with host memory, of any float dtype."""
+        parts = [torch.empty_like(flat) for _ in range(self.ranks.world)]
+        distributed.all_gather(parts, flat, group=self.ranks.host)
+        flat.copy_(added(parts).mul_(self._factor))
+
+    def numbers(self, values: Tensor) -> Tensor:
+        """Return the sum or mean over ranks of numbers (n,) fp32 on the device, such as losses."""
+        if self.ranks.world == 1 or not values.numel():
+            return values
+        found = values.clone()
+        self.reduce(found)
+        return found
+
+    def gather_rows(self, rows: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return every rank's rows (U,) int64 on the host, each ascending, as one ascending tensor
+        (V,), and the sum or mean (V, H) in fp32 of `values` (U, H), which are on the device."""
+        world = self.ranks.world
+        counts = torch.zeros(world, dtype=torch.int64)
+        gather_(counts, torch.tensor([len(rows)]), group=self.ranks.host)
+        most, width = int(counts.max()), values.shape[1]
+        mine = rows.new_zeros(most)
+        mine[: len(rows)] = rows
+        every = rows.new_empty(world * most)
+        gather_(every, mine, group=self.ranks.host)
+        sent = torch.zeros(most, width, dtype=torch.float32, device=values.device)
+        sent[: len(rows)] = values
+        there = sent.new_empty(world * most, width)
+        gather_(there, sent, group=self._group)
+        of_rank = [every[r * most : r * most + int(counts[r])] for r in range(world)]
+        merged = torch.unique(torch.cat(of_rank))
+        total = torch.zeros(len(merged), width, dtype=torch.float32, device=values.device)
+        for r, found in enumerate(of_rank):  # in the order of ranks
+            places = torch.searchsorted(merged, found).to(values.device)
+            total.index_add_(0, places, there[r * most : r * most + len(found)])
+        return merged, total.mul_(self._factor)
+
+    def _add_in_order(self, piece: Tensor) -> None:
+        """Let each rank add its range of the piece in the order of ranks, and gather the sums."""
+        world, count = self.ranks.world, piece.numel()
+        each = -(-count // world)
+        sent = piece.new_zeros(world * each)
+        sent[:count] = piece
+        arrived = torch.empty_like(sent)
+        distributed.all_to_all_single(arrived, sent, group=self._group)
+        mine = added(list(arrived.view(world, each)))
+        gather_(sent, mine, group=self._group)
+        piece.copy_(sent[:count])
+
+
+# torch 2.13 has a new name for it, and warns of the old one
+gather_ = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+
+
+def added(parts: list[Tensor]) -> Tensor:
+    """Return the sum of tensors of one shape, added in their order."""
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total.add_(part)
+    return total
+
+
+NOT_EXCHANGED = Exchange()

@@ -1,0 +1,179 @@
+"""Join the processes that train together, and agree with them on numbers.
+
+torchrun, accelerate launch, Slurm and others start the processes ("ranks") and set the variables by
+which torch.distributed joins them. Every method of `Ranks` is a collective: all ranks call it, in
+the same order. Each engine and each lane that calls has process groups of its own, since two
+threads must never call within one.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import distributed
+
+from fluxtrain.errors import BadInput, MisusedModel
+
+T = TypeVar("T")
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# a rank waits so long for another, which may be writing a large model
+LONGEST_WAIT = datetime.timedelta(minutes=30)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Ranks:
+    """The processes that train one model, as this one sees them; without a group it is alone."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0  # among those of this machine
+    local_world: int = 1
+    host: Any = None  # gloo process group, for numbers and for host memory
+
+    @property
+    def is_first(self) -> bool:
+        """Return whether this rank writes what one process must write."""
+        return self.rank == 0
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        """Return the sum over ranks of each value, as fp64 adds them."""
+        return self._reduced(values, torch.float64, distributed.ReduceOp.SUM)
+
+    def most(self, values: Sequence[int]) -> list[int]:
+        """Return the largest of all ranks' values, at each place."""
+        return self._reduced(values, torch.int64, distributed.ReduceOp.MAX)
+
+    def _reduced(self, values: Sequence[Any], dtype: torch.dtype, how: Any) -> list[Any]:
+        if self.world == 1:
+            return list(values)
+        numbers = torch.tensor(values, dtype=dtype)
+        distributed.all_reduce(numbers, how, group=self.host)
+        return list(numbers.tolist())
+
+    def gather(self, value: T) -> list[T]:
+        """Return every rank's value, in the order of ranks; values are pickled."""
+        if self.world == 1:
+            return [value]
+        found: list[Any] = [None] * self.world
+        distributed.all_gather_object(found, value, group=self.host)
+        return found
+
+    def of_first(self, value: T) -> T:
+        """Return the value of rank 0, whatever the others give."""
+        if self.world == 1:
+            return value
+        found: list[Any] = [value if self.is_first else None]
+        distributed.broadcast_object_list(found, 0, group=self.host)
+        return found[0]  # type: ignore[no-any-return]
+
+    def refuse_others(self, facts: Mapping[str, Any], cure: str) -> None:
+        """Raise BadInput on every rank where a fact is not the same on all of them."""
+        for name, values in _by_name(self.gather(dict(facts))).items():
+            other = next((rank for rank, one in enumerate(values) if one != values[0]), None)
+            if other is not None:
+                raise BadInput(
+                    f"{name} is {values[0]!s:.200} in rank 0 and {values[other]!s:.200} in rank "
+                    f"{other} of {self.world}: {cure}"
+                )
+
+    def device_group(self, device: torch.device) -> Any:
+        """Make one more process group for tensors of a device: NCCL where the ranks' own group has
+        it for that device, else gloo."""
+        nccl = device.type == "cuda" and "nccl" in str(distributed.get_backend_config())
+        return distributed.new_group(backend="nccl" if nccl else "gloo")
+
+
+ALONE = Ranks()
+
+
+def world_size() -> int:
+    """Return how many processes the group of torch.distributed has; 1 where none was joined."""
+    there = distributed.is_available() and distributed.is_initialized()
+    return distributed.get_world_size() if there else 1
+
+
+def launched_world() -> int:
+    """Return how many processes a launcher has started, by its variables; 1 without one."""
+    told = os.environ.get("WORLD_SIZE", "")
+    return int(told) if told.isdecimal() else 1
+
+
+def joined() -> Ranks:
+    """Return the ranks of the process group that this process is in, or that it is alone.
+
+    Raises MisusedModel where a launcher started several processes and none joined yet.
+    """
+    if world_size() == 1:
+        if launched_world() > 1:
+            raise MisusedModel(
+                f"this is one of {launched_world()} processes (WORLD_SIZE), and they are not "
+                "joined yet: call torch.distributed.init_process_group() before fluxtrain.wrap "
+                "(with Hugging Face's Trainer, make its TrainingArguments before; with accelerate "
+                "its Accelerator), or start one process, which uses all cards"
+            )
+        return ALONE
+    return _ranks_of(distributed.group.WORLD)
+
+
+def join_launched() -> Ranks:
+    """Join the processes that a launcher has started, by its variables; without one be alone.
+
+    A rank's GPU is made torch's current one. Raises BadInput for a lack of variables.
+    """
+    if launched_world() == 1 or world_size() > 1:
+        return joined()
+    missing = [name for name in _VARIABLES if not os.environ.get(name)]
+    if missing:
+        raise BadInput(
+            f"this is one of {launched_world()} processes (WORLD_SIZE), and {', '.join(missing)} "
+            "must be set for them to meet: start them with torchrun, which sets all, or see "
+            "docs/processes.md for other launchers"
+        )
+    has_gpu = torch.cuda.is_available()
+    if has_gpu:
+        torch.cuda.set_device(gpu_of_rank(torch.cuda.device_count()))
+    backend = "cpu:gloo,cuda:nccl" if has_gpu else "gloo"
+    distributed.init_process_group(backend, timeout=LONGEST_WAIT)
+    return joined()
+
+
+def gpu_of_rank(there: int) -> int:
+    """Return the number of the GPU that this rank computes on, of those that torch sees: a launcher
+    may show each rank one GPU alone."""
+    local = os.environ.get("LOCAL_RANK", "0")
+    return (int(local) if local.isdecimal() else 0) % there
+
+
+@functools.lru_cache(maxsize=1)
+def _ranks_of(_default: Any) -> Ranks:
+    """Find out who the ranks of torch's default group are, once for each such group."""
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    host = distributed.new_group(backend="gloo")
+    alone = Ranks(rank=rank, world=world, host=host)
+    mates = [r for r, name in enumerate(alone.gather(_machine())) if name == _machine()]
+    return Ranks(
+        rank=rank, world=world, local_rank=mates.index(rank), local_world=len(mates), host=host
+    )
+
+
+def _machine() -> str:
+    return f"{os.uname().nodename} {_boot()}"
+
+
+def _boot() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def _by_name(gathered: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    names = dict.fromkeys(name for facts in gathered for name in facts)
+    return {name: [facts.get(name, "missing") for facts in gathered] for name in names}

@@ -1,0 +1,124 @@
+"""Several processes that train one wrapped model: equal weights, those of one process."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fluxtrain
+from fluxtrain.errors import BadInput, MisusedModel
+from fluxtrain.plan.request import PlacementRequest
+from tests.engine.ranks import together
+from tests.on_cards import ROWS, batch, llama
+
+WORLD = 2
+STEPS = 3
+DTYPE = torch.float32  # whose roundings are far below what a step changes
+Weights = dict[str, torch.Tensor]
+
+
+def rows_of(step: int, rank: int | None = None, world: int = WORLD) -> dict[str, torch.Tensor]:
+    """The rows of one step; of a rank its share."""
+    every, share = batch(step), ROWS // world
+    own = slice(None) if rank is None else slice(share * rank, share * (rank + 1))
+    return {name: rows[own] for name, rows in every.items()}
+
+
+def rank_here() -> int | None:
+    return distributed.get_rank() if distributed.is_initialized() else None
+
+
+def model_of(kind: str) -> nn.Module:
+    torch.manual_seed(3)
+    model = llama(2, tied=kind == "tied", dtype=DTYPE)
+    if kind == "lora":
+        torch.manual_seed(rank_here() or 0)  # adapters differ, and rank 0's are taken
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+        model = peft.get_peft_model(model, config)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def trained(kind: str, how: str = "plain", **options: Any) -> Weights:
+    """The weights after a loop that a user may have written, in a rank or alone."""
+    rank = rank_here()
+    alone = rank is None
+    model = fluxtrain.wrap(model_of(kind), device="cpu", **options)
+    parallel = DistributedDataParallel(model) if how in ("ddp", "no_sync") and not alone else model
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3)
+    for step in range(STEPS):
+        rows = rows_of(step, rank)
+        passes = [rows]
+        if how in ("no_sync", "accumulated"):
+            passes = [{k: v[one::2] for k, v in rows.items()} for one in (0, 1)]
+        for place, part in enumerate(passes):
+            waits = how == "no_sync" and not alone and place + 1 < len(passes)
+            with parallel.no_sync() if waits else nullcontext():
+                (parallel(**part).loss / len(passes)).backward()
+        nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def several(cases: list[tuple[str, str, dict[str, Any]]]) -> list[Weights]:
+    return [trained(kind, how, **options) for kind, how, options in cases]
+
+
+CASES: list[tuple[str, str, dict[str, Any]]] = [
+    ("full", "plain", {}),
+    ("full", "ddp", {"offload": "none"}),
+    ("full", "no_sync", {}),
+    ("full", "accumulated", {"offload": "max"}),
+    ("tied", "no_sync", {"placement": PlacementRequest(embedding="rows", head="chunks")}),
+    ("full", "accumulated", {"placement": PlacementRequest(embedding="rows", offload="weights")}),
+    ("lora", "ddp", {}),
+]
+
+
+def test_ranks_have_equal_weights_and_those_of_one_process(tmp_path: Path) -> None:
+    found = together(WORLD, several, tmp_path, CASES)
+    for place, (kind, how, options) in enumerate(CASES):
+        first, second = (one[place] for one in found)
+        assert all(torch.equal(first[name], second[name]) for name in first)
+        alone = trained(kind, how, **options)
+        before = {name: p.detach() for name, p in model_of(kind).named_parameters()}
+        moved = sum(float((alone[n] - before[n]).abs().sum()) for n in alone)
+        apart = sum(float((alone[n] - first[n]).abs().sum()) for n in alone)
+        assert moved and apart < 1e-3 * moved, (kind, how, apart / moved)
+
+
+def misused() -> None:
+    rank = distributed.get_rank()
+    with pytest.raises(BadInput, match="the model is .* in rank 0 and .* in rank 1"):
+        fluxtrain.wrap(llama(2 + rank), device="cpu")
+    torch.manual_seed(rank)
+    frozen = model_of("lora").base_model.model.requires_grad_(False)
+    frozen.lm_head.requires_grad_(True)
+    with torch.no_grad():
+        next(p for p in frozen.parameters() if not p.requires_grad).add_(rank)
+    with pytest.raises(BadInput, match="frozen weights of .* are not those of the other"):
+        fluxtrain.wrap(frozen, device="cpu")
+    with pytest.raises(BadInput, match="names 2 cards for each of 2 processes"):
+        fluxtrain.wrap(llama(2), device="cpu", cards=2)
+    model = fluxtrain.wrap(llama(2), device="cpu")
+    parallel, before = DistributedDataParallel(model), next(model.parameters()).detach().clone()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with parallel.no_sync():
+        parallel(**batch()).loss.backward()
+    with pytest.raises(MisusedModel, match="inside no_sync"):
+        optimizer.step()
+    assert torch.equal(before, next(model.parameters()))
+
+
+def test_ranks_that_cannot_train_together_are_refused(tmp_path: Path) -> None:
+    together(WORLD, misused, tmp_path)
