@@ -45,6 +45,11 @@ def test_the_front_door_is_light() -> None:
     assert not brought_in_by("fluxtrain") & (TORCH | APP | {"pydantic", "msgspec", "ctypes"})
 
 
+def test_runs_of_text_need_no_image_library() -> None:
+    brought = brought_in_by("fluxtrain.train.run", "fluxtrain.commands.preview")
+    assert "torch" in brought and "diffusers" not in brought
+
+
 def test_a_command_looks_after_ctrl_c_before_python_has_read_much() -> None:
     """What is imported before that shows Python's own traceback."""
     code = (

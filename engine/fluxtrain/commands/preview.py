@@ -84,7 +84,7 @@ def preview(
     capacity = _capacity(config, elsewhere, device.value)
     config, first, chosen = _first_samples(config, elsewhere)
     model, (dtype, *targets), copied = _empty_model(config, elsewhere, device.value)
-    facts = model_facts_for(config, model, model.config)
+    facts = model_facts_for(config, model)
     asked_rows = None if config.train.batch_rows == "auto" else config.train.batch_rows
     constants = Constants(per_s=per_s, source=ASSUMED)
     if elsewhere is None:

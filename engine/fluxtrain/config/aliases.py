@@ -64,6 +64,14 @@ _KEYS: dict[str, str] = {
     "samples.prompts": "sample_prompts eval_prompts eval_table_size",
     "samples.every": "sample_every sample_steps sample_interval",
     "samples.max_new_tokens": "eval_max_new_tokens eval_table_max_new_tokens",
+    "image.size": "image_size resolution max_area bucket_size",
+    "image.caption_tokens": "max_sequence_length text_encoder_max_length",
+    "image.caption_dropout": "caption_dropout_rate caption_dropout_prob cond_dropout",
+    "image.timesteps": "weighting_scheme timestep_type timestep_sampling",
+    "image.guidance": "guidance_scale guidance_embedding",
+    "image.samples": "num_validation_images validation_images",
+    "image.cache": "use_cache cache_latents cache_latents_to_disk vae_encoder_device "
+    "text_encoder_device cache_text_embeddings",
     "trackers.report_to": "tracker loggers logger wandb tensorboard mlflow trackio "
     "use_wandb metric_logger log_with",
     "trackers.project": "wandb_project project_name mlflow_experiment_name trackio_project "

@@ -15,6 +15,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from fluxtrain.config.data_settings import DataSettings
 from fluxtrain.config.errors import explain
+from fluxtrain.config.image_settings import ImageSettings
 from fluxtrain.config.section import SampleSettings, Section, Several, TrackerSettings
 from fluxtrain.config.text import apply_overrides, parse_yaml, read_text
 from fluxtrain.errors import BadInput
@@ -237,6 +238,7 @@ class RunConfig(Section):
     method: MethodSettings = Field(default_factory=MethodSettings)
     train: TrainSettings = Field(default_factory=TrainSettings)
     samples: SampleSettings = Field(default_factory=SampleSettings)
+    image: ImageSettings = Field(default_factory=ImageSettings)
     trackers: TrackerSettings = Field(default_factory=TrackerSettings)
     placement: PlacementRequest = Field(default_factory=PlacementRequest)
     parallel: ParallelRequest = Field(default_factory=ParallelRequest)

@@ -7,22 +7,31 @@ method needs, such as peft, is imported when it is used.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from fluxtrain.config.schema import MethodSettings, RunConfig
+from fluxtrain.data.rendering.named import use_template
 from fluxtrain.events.events import ChoiceMade
 from fluxtrain.methods.objective import Task
 from fluxtrain.methods.text_task import Tell, Waits, text_task
 from fluxtrain.models.beside import write_adapter_files
+from fluxtrain.models.copies import Copied
 from fluxtrain.models.export import save_model, try_saving, try_saving_model
-from fluxtrain.models.loading import LoadedModel
-from fluxtrain.plan.facts import ModelFacts
+from fluxtrain.models.loading import LoadedModel, ModelSource, load_model
+from fluxtrain.models.model_files import is_pipeline
+from fluxtrain.models.precision import Capability
+from fluxtrain.plan import states
+from fluxtrain.plan.facts import ModelFacts, RowFacts, activation_estimate
 from fluxtrain.plan.states import StorageFormat
 
 DEMO = "demo"
+Fits = Callable[[PreTrainedModel, Copied], None]
 FRESH_RATE = 3e-3
 
 
@@ -41,6 +50,24 @@ class Method(Protocol):
 
     def frozen_storage(self, settings: MethodSettings) -> StorageFormat:
         """Say how large frozen weights of blocks are stored."""
+
+    def load(
+        self,
+        config: RunConfig,
+        fits: Fits | None = None,
+        capability: Capability | None = None,
+        tell: Tell | None = None,
+        waits: Waits | None = None,
+    ) -> LoadedModel:
+        """Load the model that the task learns with.
+
+        `fits` is called before the weights are read. `capability` is the compute capability of the
+        card, None without one; `tell` and `waits` are as for `task`. Raises DoesNotFit from `fits`,
+        and BadInput where files need a repair.
+        """
+
+    def row_facts(self, config: RunConfig, model: Any) -> RowFacts:
+        """Describe one row of the data for the plan, whose tokens are chosen."""
 
     def saved_bytes(self, facts: ModelFacts) -> int:
         """Count the bytes that `save` will write, for the check of the disk."""
@@ -75,6 +102,32 @@ class Method(Protocol):
 class _TextMethod:
     """The common code of methods over rows of text."""
 
+    def frozen_storage(self, settings: MethodSettings) -> StorageFormat:
+        """Keep frozen weights in their dtype."""
+        return "plain"
+
+    def load(
+        self,
+        config: RunConfig,
+        fits: Fits | None = None,
+        capability: Capability | None = None,
+        tell: Tell | None = None,
+        waits: Waits | None = None,
+    ) -> LoadedModel:
+        """Load a causal language model, with the chat template that was chosen."""
+        frozen = self.frozen_storage(config.method)
+        loaded = load_model(
+            ModelSource.of(config.model, capability, config.train.seed),
+            fits,
+            packed_elements=None if frozen == "plain" else states.LEAST_PACKED,
+        )
+        use_template(loaded.tokenizer, config.data.chat_template)
+        return loaded
+
+    def row_facts(self, config: RunConfig, model: Any) -> RowFacts:
+        """Describe a packed row of tokens."""
+        return text_row(model, model.config, config.data.row_tokens)
+
     def task(
         self,
         config: RunConfig,
@@ -86,6 +139,33 @@ class _TextMethod:
         return text_task(config, loaded, tell, waits)
 
 
+def text_row(model: nn.Module, config: Any, sequence_length: int) -> RowFacts:
+    """Describe a row of a causal language model, also of one on the meta device.
+
+    `config` is its Hugging Face configuration.
+    """
+    text = config.get_text_config()
+    hidden = int(text.hidden_size)
+    intermediate = int(getattr(text, "intermediate_size", None) or 4 * hidden)
+    dtype_bytes = _usual_dtype_bytes(model)
+    return RowFacts(
+        hidden=hidden,
+        vocabulary=int(text.vocab_size),
+        sequence_length=sequence_length,
+        dtype_bytes=dtype_bytes,
+        activation_bytes=activation_estimate(hidden, intermediate, sequence_length, dtype_bytes),
+    )
+
+
+def _usual_dtype_bytes(model: nn.Module) -> int:
+    """Return the bytes of the dtype of most weights: adapters in fp32 leave activations in bf16."""
+    elements: Counter[int] = Counter()
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            elements[parameter.element_size()] += parameter.numel()
+    return elements.most_common(1)[0][0]
+
+
 class FullFineTuning(_TextMethod):
     """Every weight is trained, and the whole model saved."""
 
@@ -94,10 +174,6 @@ class FullFineTuning(_TextMethod):
     def prepare(self, model: PreTrainedModel, config: RunConfig) -> tuple[ChoiceMade, ...]:
         """Leave the model as it was loaded: every parameter is trained."""
         return ()
-
-    def frozen_storage(self, settings: MethodSettings) -> StorageFormat:
-        """Keep the model's own frozen weights in their dtype."""
-        return "plain"
 
     def saved_bytes(self, facts: ModelFacts) -> int:
         """Count all weights."""
@@ -125,10 +201,6 @@ class LoraFineTuning(_TextMethod):
         targets = attach_adapters(model, config.method, config.model)
         count = f"{len(targets.layers):,} layers"
         return (ChoiceMade(name="method.targets", value=count, because=targets.because),)
-
-    def frozen_storage(self, settings: MethodSettings) -> StorageFormat:
-        """Keep frozen weights in their dtype."""
-        return "plain"
 
     def saved_bytes(self, facts: ModelFacts) -> int:
         """Count the trained weights."""
@@ -174,5 +246,11 @@ def usual_rate(config: RunConfig) -> tuple[float, str]:
 
 
 def method_of(config: RunConfig) -> Method:
-    """Return the method that `config` names; its schema has refused every unknown name."""
+    """Return the method that `config` names, for images where its model is an image pipeline; its
+    schema has refused every unknown name."""
+    if is_pipeline(config.model.path):
+        from fluxtrain.methods.image.method import IMAGE_METHODS
+
+        found: Method = IMAGE_METHODS[config.method.name]
+        return found
     return METHODS[config.method.name]

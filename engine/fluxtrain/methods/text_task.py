@@ -112,7 +112,7 @@ _COMPARED_ROWS = 1024  # of an embedding, for the usual size of a row
 _SMALLEST_NORM = 0.01  # of a trained row, as a share of the usual one
 
 Tell = Callable[[str], None]
-Waits = Callable[[Callable[[], PreparedData]], PreparedData]
+Waits = Callable[[Callable[[], Any]], Any]  # makes it once more where the disk was full
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ from fluxtrain.files.opening import read_plain, refuse_foreign
 from fluxtrain.units import bytes_text
 
 HEADER_LIMIT_BYTES = 100_000_000  # the safetensors library refuses longer ones too
+PIPELINE_INDEX = "model_index.json"  # of diffusers
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
     "vocab.json", "vocab.txt", "tekken.json",
@@ -73,6 +74,13 @@ def is_local(path: str) -> bool:
         return True
     first, slash, _ = path.partition("/")
     return path.lower().endswith(_WEIGHT_SUFFIXES) or (bool(slash) and Path(first).is_dir())
+
+
+def is_pipeline(path: str) -> bool:
+    """Return whether a model's path is a folder of an image pipeline, or of a part of one."""
+    folder = Path(path).expanduser()
+    parts = (PIPELINE_INDEX, "transformer/config.json")
+    return not (folder / "config.json").exists() and any((folder / p).is_file() for p in parts)
 
 
 def read_ahead(path: str) -> None:

@@ -1,4 +1,4 @@
-"""Silences transformers, which writes reports and progress bars to stderr, over our own output."""
+"""Silences transformers and diffusers, which write reports and bars to stderr, over our output."""
 
 from __future__ import annotations
 
@@ -29,3 +29,20 @@ def quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(level)
         if had_bars:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def quiet_diffusers() -> Iterator[None]:
+    """Turn the progress bars and warnings of diffusers and transformers off for a while. Raises
+    ImportError where diffusers is not installed."""
+    with quiet_transformers():
+        from diffusers.utils import logging as of_diffusers
+
+        level = of_diffusers.get_verbosity()
+        of_diffusers.set_verbosity_error()
+        of_diffusers.disable_progress_bar()
+        try:
+            yield
+        finally:
+            of_diffusers.set_verbosity(level)
+            of_diffusers.enable_progress_bar()

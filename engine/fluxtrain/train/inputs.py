@@ -17,7 +17,6 @@ import torch
 from transformers import PreTrainedModel
 
 from fluxtrain.config.schema import RunConfig
-from fluxtrain.data.rendering.named import use_template
 from fluxtrain.events.answers.machine import Machine
 from fluxtrain.events.events import ChoiceMade
 from fluxtrain.machine.failures import first_line
@@ -27,9 +26,8 @@ from fluxtrain.methods.text_task import Tell, TextTask, Waits, told_of_untrained
 from fluxtrain.models.beside import CONFIG
 from fluxtrain.models.copies import Copied
 from fluxtrain.models.generation import stop_at
-from fluxtrain.models.loading import LoadedModel, ModelSource, load_model
+from fluxtrain.models.loading import LoadedModel
 from fluxtrain.models.precision import Capability
-from fluxtrain.plan import states
 from fluxtrain.plan.guard import DiskCapacity
 from fluxtrain.train.checkpoint.randomness import seed_everything
 from fluxtrain.train.placing.placing import RanOutLoading, card_capability
@@ -66,13 +64,7 @@ def load_inputs(
         BadInput: the files need a repair, which the message names.
     """
     method = method_of(config)
-    frozen = method.frozen_storage(config.method)
-    loaded = load_model(
-        ModelSource.of(config.model, capability, config.train.seed),
-        fits,
-        packed_elements=None if frozen == "plain" else states.LEAST_PACKED,
-    )
-    use_template(loaded.tokenizer, config.data.chat_template)
+    loaded = method.load(config, fits, capability, tell, waits)
     return Inputs(loaded=loaded, task=method.task(config, loaded, tell, waits))
 
 
@@ -108,11 +100,11 @@ def told_of_folder(loaded: LoadedModel, whole: bool) -> list[str]:
             "the original where they are needed, or train adapters (method.name=lora) and merge "
             "them, which keeps all"
         )
-    kind = loaded.beside.json(CONFIG) or {}
-    if not whole and kind.get("model_type") not in (None, loaded.config.model_type):
+    kind = (loaded.beside.json(CONFIG) or {}).get("model_type")
+    if not whole and kind is not None and kind != loaded.config.model_type:
         told.append(
             f"the adapter is of {type(loaded.model).__name__}, the text model of {loaded.name} "
-            f"({kind['model_type']}): programs that load the whole model know its layers by other "
+            f"({kind}): programs that load the whole model know its layers by other "
             "names, so use `fluxtrain export --merge` for these"
         )
     return told

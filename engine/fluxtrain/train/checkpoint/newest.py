@@ -13,6 +13,7 @@ from torch import nn
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.errors import BadInput, brief
 from fluxtrain.files.cache import Damaged
+from fluxtrain.models.model_files import is_pipeline
 from fluxtrain.train.checkpoint.checkpoint import (
     TRAINER,
     Checkpoint,
@@ -174,7 +175,15 @@ def fingerprint(
         "batch_rows": batch_rows,
         _RATE: learning_rate,
         **{f"train.{key}": settings[key] for key in keys},
+        **_of_images(config),
     }
+
+
+def _of_images(config: RunConfig) -> dict[str, Any]:
+    """Return the settings that decide what is learned of images."""
+    keys = ("size", "caption_tokens", "caption_dropout", "timesteps", "guidance")
+    image = config.image.model_dump(mode="json") if is_pipeline(config.model.path) else {}
+    return {f"image.{key}": image[key] for key in keys if image}
 
 
 def _method(config: RunConfig, base: str) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -37,12 +36,12 @@ from fluxtrain.machine.gpu import Gpus, check_accelerator
 from fluxtrain.machine.machine import read_machine
 from fluxtrain.measure.measured_constants import Constants
 from fluxtrain.measure.probe.disk_rate import disk_rates
-from fluxtrain.methods.method import method_of
+from fluxtrain.methods.method import method_of, text_row
 from fluxtrain.models.loading import LoadedModel
 from fluxtrain.models.precision import Capability, Precision
 from fluxtrain.plan.capacity import CardsCapacity, DiskHome
 from fluxtrain.plan.choose import place
-from fluxtrain.plan.facts import Capacity, ModelFacts, RowFacts, activation_estimate
+from fluxtrain.plan.facts import Capacity, ModelFacts
 from fluxtrain.plan.footprint import saving_bytes
 from fluxtrain.plan.placement import Placement
 from fluxtrain.plan.reasons import DEFERRED, WITH_WEIGHTS, without_effect
@@ -116,24 +115,16 @@ def model_facts(
     `config` is its Hugging Face configuration, `states` how AdamW's moments are kept, `frozen` how
     frozen weights are.
     """
-    text = config.get_text_config()
-    hidden = int(text.hidden_size)
-    intermediate = int(getattr(text, "intermediate_size", None) or 4 * hidden)
-    dtype_bytes = _usual_dtype_bytes(model)
-    row = RowFacts(
-        hidden=hidden,
-        vocabulary=int(text.vocab_size),
-        sequence_length=sequence_length,
-        dtype_bytes=dtype_bytes,
-        activation_bytes=activation_estimate(hidden, intermediate, sequence_length, dtype_bytes),
-    )
+    row = text_row(model, config, sequence_length)
     return replace(facts_of(model, states, frozen), row=row)
 
 
-def model_facts_for(config: RunConfig, model: nn.Module, model_config: Any) -> ModelFacts:
-    """Return `model_facts` for rows and optimizer states of a run's configuration."""
-    frozen = method_of(config).frozen_storage(config.method)
-    found = model_facts(model, model_config, config.data.row_tokens, config.train.states, frozen)
+def model_facts_for(config: RunConfig, model: nn.Module) -> ModelFacts:
+    """Return the sizes of a model for rows and optimizer states of a run's configuration."""
+    method = method_of(config)
+    frozen = method.frozen_storage(config.method)
+    row = method.row_facts(config, model)
+    found = replace(facts_of(model, config.train.states, frozen), row=row)
     name = config.train.optimizer
     if name == "adamw":
         return found
@@ -388,15 +379,6 @@ def wrapped(
     if facts.scales_its_loss:
         engine.loss_scale = LossScale(engine.device.torch_device)
     return streamed, engine
-
-
-def _usual_dtype_bytes(model: nn.Module) -> int:
-    """Return the bytes of the dtype of most weights: adapters in fp32 leave activations in bf16."""
-    elements: Counter[int] = Counter()
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
-            elements[parameter.element_size()] += parameter.numel()
-    return elements.most_common(1)[0][0]
 
 
 def packed_cache(

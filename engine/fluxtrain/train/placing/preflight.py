@@ -92,7 +92,7 @@ def refuse_before_loading(
     The rows that the configuration asks for are checked when the data is known. Raises DoesNotFit.
     """
     method_of(config).prepare(empty, config)
-    facts = model_facts_for(config, empty, empty.config)
+    facts = model_facts_for(config, empty)
     placement = decide(config, facts, machine, device, batch_rows=1, data_rows=1)
     left = machine.memory_available_bytes
     refuse_what_does_not_fit(config, facts, placement, copied, left, disk)

@@ -21,6 +21,7 @@ from fluxtrain.data.store.tokens import Tokens, in_memory
 from fluxtrain.events.events import ChoiceMade
 from fluxtrain.models.demo_model import SEQUENCE_LENGTH
 from fluxtrain.models.loading import ModelSource, load_tokenizer
+from fluxtrain.models.model_files import is_pipeline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +112,10 @@ def with_row_length(
 
     Raises BadInput as `first_samples`.
     """
+    if is_pipeline(config.model.path):
+        from fluxtrain.methods.image.method import with_pair_length
+
+        return with_pair_length(config)
     if config.data.sequence_length != "auto":
         return config, ()
     if config.data.path == DEMO:

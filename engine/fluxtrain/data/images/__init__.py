@@ -1,0 +1,1 @@
+"""Pairs of images: files to pairs, checked and sorted into sizes. No torch here."""

@@ -1,0 +1,140 @@
+"""Opens, checks and crops pictures with Pillow.
+
+What a training cannot use as it is meant is refused with the cure: other formats, CMYK, 16 bits,
+cut files. Turned photos are turned back, and what is transparent is shown on white.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fluxtrain.data.images.buckets import MULTIPLE, Bucket
+from fluxtrain.errors import BadInput
+
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+MOST_PIXELS = 8192  # of a side
+LEAST_PIXELS = 16
+_ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # in EXIF: width and height change places
+_WHITE = (255, 255, 255)
+
+
+class BadPicture(ValueError):
+    """Raised with what is wrong with a picture, to follow its name in a sentence."""
+
+
+def size_of(path: Path) -> tuple[int, int]:
+    """Return width and height in pixels as a person sees the picture, from its header alone.
+
+    Raises BadPicture for what is no picture or cannot be trained on.
+    """
+    with _opened(path) as picture:
+        width, height = picture.size
+        return (height, width) if picture.getexif().get(_ORIENTATION) in _TURNED else picture.size
+
+
+def decode(path: Path) -> None:
+    """Read every pixel. Raises BadPicture for a file that is cut or damaged."""
+    with _opened(path) as picture:
+        picture.load()
+
+
+def cropped(path: Path, bucket: Bucket) -> npt.NDArray[np.uint8]:
+    """Return the middle of a picture, scaled to cover `bucket`: (height, width, 3).
+
+    Raises BadPicture.
+    """
+    with _opened(path) as picture:
+        return np.array(_covering(_on_white(picture), bucket))
+
+
+def mask_weights(path: Path, bucket: Bucket) -> npt.NDArray[np.float32]:
+    """Return the weight of each token from a mask in shades of grey: (tokens,), 1 for white.
+
+    Raises BadPicture for a mask that is black all over.
+    """
+    from PIL import Image
+
+    with _opened(path) as picture:
+        whole = _covering(_on_white(picture).convert("L"), bucket)
+    tokens = (bucket[0] // MULTIPLE, bucket[1] // MULTIPLE)
+    weights: npt.NDArray[np.float32] = np.asarray(
+        whole.resize(tokens, Image.Resampling.BOX), dtype=np.float32
+    ).reshape(-1)
+    if not weights.any():
+        raise BadPicture("is black all over, so nothing of the image would be learned")
+    return weights / np.float32(255)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a picture and check its header; what Pillow makes of its pixels is BadPicture, too."""
+    image, errors = pillow()
+    try:
+        with image.open(path) as picture:
+            _check_header(picture)
+            yield picture
+    except BadPicture:
+        raise
+    except FileNotFoundError:
+        raise BadPicture("does not exist") from None
+    except image.DecompressionBombError:
+        raise BadPicture(_too_large("more than 179 million pixels")) from None
+    except errors:
+        raise BadPicture(f"is no picture that can be read: save it as {FORMATS[0]}") from None
+    except (OSError, SyntaxError, ValueError) as error:
+        what = " ".join(str(error).split())[:100]
+        raise BadPicture(f"is cut or damaged ({what}): copy or save it again") from None
+
+
+def _check_header(picture: Any) -> None:
+    width, height = picture.size
+    if picture.format not in FORMATS:
+        raise BadPicture(f"is a {picture.format}: save it as PNG, JPEG or WEBP")
+    if picture.mode == "CMYK":
+        raise BadPicture("is CMYK, whose colours depend on a printer: save it as RGB")
+    if picture.mode.startswith(("I", "F")):
+        raise BadPicture(f"has more than 8 bits a channel ({picture.mode}): save it with 8")
+    if max(width, height) > MOST_PIXELS:
+        raise BadPicture(_too_large(f"{width:,} x {height:,} pixels"))
+    if min(width, height) < LEAST_PIXELS:
+        raise BadPicture(f"has {width} x {height} pixels, and {LEAST_PIXELS} a side are the least")
+    if getattr(picture, "n_frames", 1) > 1:
+        raise BadPicture("is animated: save one frame of it")
+
+
+def _too_large(size: str) -> str:
+    return f"has {size}, and {MOST_PIXELS:,} a side are the most: scale it down"
+
+
+def _on_white(picture: Any) -> Any:
+    """Return the picture as a person sees it: turned by its EXIF, without transparency."""
+    from PIL import Image, ImageOps
+
+    turned = ImageOps.exif_transpose(picture)
+    if not (turned.mode.endswith(("A", "a")) or "transparency" in turned.info):
+        return turned.convert("RGB")
+    above = turned.convert("RGBA")
+    ground = Image.new("RGBA", above.size, (*_WHITE, 255))
+    return Image.alpha_composite(ground, above).convert("RGB")
+
+
+def _covering(picture: Any, bucket: Bucket) -> Any:
+    from PIL import Image, ImageOps
+
+    return ImageOps.fit(picture, bucket, Image.Resampling.LANCZOS)
+
+
+def pillow() -> tuple[Any, type[Exception]]:
+    """Return Pillow and the error of what is no picture. Raises BadInput where it is missing."""
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError as error:
+        raise BadInput("training on images needs Pillow: pip install 'fluxtrain[image]'") from error
+    return Image, UnidentifiedImageError

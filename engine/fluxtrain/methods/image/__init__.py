@@ -1,0 +1,1 @@
+"""Image editing: pairs of images, encoded once, learned by flow matching."""

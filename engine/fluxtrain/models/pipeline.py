@@ -1,0 +1,200 @@
+"""Reads the folder of an image pipeline as diffusers saves it, one part at a time.
+
+The transformer's weights are mapped from their files, as those of language models are.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from fluxtrain.errors import BadInput, Disagrees
+from fluxtrain.files.atomic import read_json
+from fluxtrain.models.copies import Copied
+from fluxtrain.models.export import save_folder
+from fluxtrain.models.loading import ModelSource, check_finite
+from fluxtrain.models.model_files import PIPELINE_INDEX, safetensors_header
+from fluxtrain.models.precision import Precision, choose_dtype
+from fluxtrain.models.quiet import quiet_diffusers
+
+PARTS = (
+    "transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler",
+)  # fmt: skip
+_KINDS = ("FluxKontextPipeline", "FluxPipeline")
+_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineFolder:
+    """A whole pipeline on this disk."""
+
+    folder: Path
+
+    @property
+    def weights(self) -> tuple[Path, ...]:
+        """Return the files of the transformer's weights."""
+        return weights_of(self.folder / "transformer")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transformer:
+    """The part that is trained."""
+
+    model: Any  # a FluxTransformer2DModel
+    precision: Precision
+
+
+def open_pipeline(path: str) -> PipelineFolder:
+    """Check the parts of a pipeline. Raises BadInput naming what is missing, with the cure."""
+    folder = Path(path).expanduser()
+    missing = [name for name in PARTS if not (folder / name).is_dir()]
+    if not (folder / PIPELINE_INDEX).is_file() or missing:
+        lacks = ", ".join([*missing] or [PIPELINE_INDEX])
+        raise BadInput(
+            f"{folder} is a part of an image pipeline: it lacks {lacks}, which encode the images "
+            "and prompts; name the folder of the whole pipeline, as `hf download` makes it"
+        )
+    kind = (read_json(folder / PIPELINE_INDEX, follow=True) or {}).get("_class_name")
+    if kind not in _KINDS:
+        raise BadInput(
+            f"{folder} is a {kind}, and image editing is trained with {_KINDS[0]} (FLUX.1 Kontext)"
+        )
+    _diffusers()
+    return PipelineFolder(folder)
+
+
+def _diffusers() -> None:
+    try:
+        with quiet_diffusers():
+            from diffusers import FluxKontextPipeline  # noqa: F401 - its imports write warnings
+    except ImportError as error:
+        raise BadInput(
+            "training on images needs diffusers and Pillow: pip install 'fluxtrain[image]'"
+        ) from error
+
+
+def weights_of(folder: Path) -> tuple[Path, ...]:
+    """List the weight files of a part. Raises BadInput where there are none in safetensors, or an
+    index names one that is missing."""
+    files = tuple(sorted(folder.glob("*.safetensors")))
+    index = next(iter(folder.glob("*.safetensors.index.json")), None)
+    named = set(
+        ((read_json(index, follow=True) or {}) if index else {}).get("weight_map", {}).values()
+    )
+    absent = sorted(named - {file.name for file in files})
+    if absent or not files:
+        lacks = ", ".join(absent[:3]) or "weights (*.safetensors)"
+        raise BadInput(f"{folder} lacks {lacks}: download it again")
+    return tuple(file for file in files if not named or file.name in named)
+
+
+def load_transformer(
+    pipeline: PipelineFolder,
+    source: ModelSource,
+    fits: Callable[[Any, Copied], None] | None = None,
+    *,
+    packed_elements: int | None = None,
+    weightless: bool = False,
+) -> Transformer:
+    """Load the transformer on the CPU, or, `weightless`, on the meta device.
+
+    `fits` and `packed_elements` are those of `load_model`. Raises BadInput for files that are
+    missing, damaged, or of another shape than their configuration.
+    """
+    with quiet_diffusers():
+        return _load(pipeline, source, fits, packed_elements, weightless)
+
+
+def _load(
+    pipeline: PipelineFolder,
+    source: ModelSource,
+    fits: Callable[[Any, Copied], None] | None,
+    packed_elements: int | None,
+    weightless: bool,
+) -> Transformer:
+    from diffusers import FluxTransformer2DModel
+
+    folder = pipeline.folder / "transformer"
+    settings = read_json(folder / "config.json", follow=True)
+    if settings is None:
+        raise BadInput(f"{folder / 'config.json'} is missing or no JSON: download it again")
+    headers = {file: safetensors_header(file) for file in pipeline.weights}
+    stored = Counter(t["dtype"] for header in headers.values() for t in header.values())
+    usual = _DTYPES.get(stored.most_common(1)[0][0], "other")
+    precision = choose_dtype(source.dtype, usual, source.capability)
+    with torch.device("meta"):
+        try:
+            model: Any = FluxTransformer2DModel.from_config(settings)
+        except (TypeError, ValueError) as error:
+            raise BadInput(
+                f"{folder / 'config.json'} makes no FLUX transformer: {error}"
+            ) from error
+    model.to(getattr(torch, precision.dtype))
+    _check_shapes(folder, model, headers)
+    if fits is not None:
+        converts = precision.dtype != usual
+        fits(model, Copied(weights_bytes=sum(p.nbytes for p in model.parameters()) * converts))
+        with torch.device("meta"):  # `fits` may have added adapters
+            model = FluxTransformer2DModel.from_config(settings)
+    if not weightless:
+        model.load_state_dict(_tensors(pipeline.weights, precision.dtype), assign=True)
+        model.requires_grad_(True)
+        check_finite(model, str(folder), packed_elements)
+    model.train()
+    return Transformer(model=model, precision=precision)
+
+
+def _tensors(files: tuple[Path, ...], dtype: str) -> dict[str, torch.Tensor]:
+    """Map the tensors of weight files; those of another dtype are converted."""
+    found: dict[str, torch.Tensor] = {}
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            found |= {name: file.get_tensor(name).to(getattr(torch, dtype)) for name in file.keys()}  # noqa: SIM118 - no mapping
+    return found
+
+
+def _check_shapes(folder: Path, model: nn.Module, headers: dict[Path, dict[str, Any]]) -> None:
+    wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    stored = {name: tuple(t["shape"]) for header in headers.values() for name, t in header.items()}
+    wrong = [name for name in {**wanted, **stored} if wanted.get(name) != stored.get(name)]
+    if wrong:
+        name = wrong[0]
+        raise BadInput(
+            f"{folder}: {name} is {stored.get(name, 'missing')} in its files and "
+            f"{wanted.get(name, 'unknown')} by its config.json, and {len(wrong) - 1} more differ: "
+            "download the folder again"
+        )
+
+
+def save_transformer(model: Any, pipeline: PipelineFolder, folder: Path) -> int:
+    """Write `folder`/transformer, its tensors in files like those of `pipeline`, one file at a
+    time; each is read again and compared. Returns the bytes written.
+
+    Raises NoSpace, BadInput, or Disagrees where a file is not what was written.
+    """
+    state: dict[str, torch.Tensor] = {n: p.detach() for n, p in model.named_parameters()}
+    source = pipeline.folder / "transformer"
+
+    def write(made: Path) -> None:
+        (made / source.name).mkdir()
+        for path in source.glob("*.json"):
+            shutil.copyfile(path, made / source.name / path.name)
+        for path in pipeline.weights:
+            tensors = {n: state[n].cpu().contiguous() for n in safetensors_header(path)}
+            written = made / source.name / path.name
+            save_file(tensors, written, metadata={"format": "pt"})
+            with safe_open(written, framework="pt") as file:
+                for name, tensor in tensors.items():
+                    if not torch.equal(file.get_tensor(name), tensor):
+                        raise Disagrees(f"{path.name}: {name} is not what was written")
+
+    return save_folder(write, sum(tensor.nbytes for tensor in state.values()), folder)

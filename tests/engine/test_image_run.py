@@ -1,0 +1,99 @@
+"""Image editing through the trainer: pairs, flow matching, checkpoints, files others load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fluxtrain.config.schema import load_config
+from fluxtrain.events import events as ev
+from fluxtrain.models.quiet import quiet_diffusers
+from fluxtrain.train.checkpoint.recovery import locate
+from fluxtrain.train.run import Run, train
+from tests.engine.images import Images, images
+from tests.engine.runs import losses, run, told
+
+__all__ = ["images"]
+LORA = "pytorch_lora_weights.safetensors"
+
+
+def pipeline_of(images: Images, **parts: Any) -> Any:
+    with quiet_diffusers():
+        from diffusers import FluxKontextPipeline
+
+        return FluxKontextPipeline.from_pretrained(images.pipeline, local_files_only=True, **parts)
+
+
+def sample(pipeline: Any, images: Images) -> torch.Tensor:
+    from PIL import Image
+
+    pipeline.set_progress_bar_config(disable=True)
+    made: torch.Tensor = pipeline(
+        image=Image.open(images.data / "000-before.png"), prompt="invert the colors",
+        height=64, width=64, max_area=64 * 64, _auto_resize=False, max_sequence_length=16,
+        num_inference_steps=2, generator=torch.Generator().manual_seed(0), output_type="pt",
+    ).images  # fmt: skip
+    return made
+
+
+def test_an_adapter_is_the_same_in_a_plain_pipeline_with_twice_its_rank_as_alpha(
+    images: Images, tmp_path: Path
+) -> None:
+    found: list[torch.Tensor] = []
+
+    class Sampled(Run):
+        def finish(self) -> None:
+            super().finish()
+            self.model.eval()
+            found.append(sample(pipeline_of(images, transformer=self.model), images))
+
+    config = load_config(images.config(tmp_path))
+    train(config, locate(None, tmp_path / "run", config), kind=Sampled)
+    plain = pipeline_of(images)
+    base = sample(plain, images)
+    plain.load_lora_weights(tmp_path / "run" / "model" / LORA)
+    for parameter in plain.transformer.parameters():
+        parameter.data = parameter.data.clone()  # mapped weights are not aligned, which rounds
+    assert torch.equal(sample(plain, images), found[0])
+    assert not torch.equal(found[0], base)
+    evaluation = told(tmp_path / "run", ev.EvaluationFinished)[-1]
+    assert evaluation.loss < losses_at_start(tmp_path / "run")
+
+
+def losses_at_start(run_dir: Path) -> float:
+    return float(told(run_dir, ev.StepFinished)[0].loss)
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+def test_a_run_that_was_cut_goes_on_with_the_same_losses(
+    images: Images, tmp_path: Path, method: str
+) -> None:
+    config = images.config(tmp_path, method__name=method, image__caption_dropout=0.4)
+    whole = losses(run(config, tmp_path / "whole"))
+    run(config, tmp_path / "cut", "train.checkpoint_every=3")
+    kept = tmp_path / "cut" / "checkpoints" / "step-00000003"
+    events = run(config, tmp_path / "cut", resume=str(kept))
+    assert losses(events)[-3:] == whole[3:]
+    saved = [
+        {p.name: load_file(p) for p in (tmp_path / name / "model").rglob("*.safetensors")}
+        for name in ("whole", "cut")
+    ]
+    assert list(saved[0]) == list(saved[1]) != []
+    for name, tensors in saved[0].items():
+        assert all(torch.equal(saved[1][name][key], tensor) for key, tensor in tensors.items())
+
+
+def test_a_fully_trained_transformer_is_loaded_by_diffusers(images: Images, tmp_path: Path) -> None:
+    run(images.config(tmp_path, method__name="full"), tmp_path / "run")
+    with quiet_diffusers():
+        from diffusers import FluxTransformer2DModel
+
+        model = FluxTransformer2DModel.from_pretrained(tmp_path / "run" / "model" / "transformer")
+    before = load_file(images.pipeline / "transformer" / "diffusion_pytorch_model.safetensors")
+    after = model.state_dict()
+    assert set(before) == set(after)
+    assert not torch.equal(after["proj_out.weight"], before["proj_out.weight"])
