@@ -16,7 +16,9 @@ class Ranks:
 
     def __init__(self, count: int, folder: Path) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.parallel.rank_work"])  # torch, imported once
+        context.set_forkserver_preload(
+            ["tests.parallel.rank_work", "tests.parallel.sharded_work"]
+        )  # torch, imported once
         self.count = count
         self._pipes: list[Connection] = []
         self._processes = []

@@ -1,0 +1,169 @@
+"""What ranks do with sharded models of transformers; each function runs on every rank."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, distributed
+from torch.distributed.fsdp import FSDPModule
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from fluxtrain.config.parallel_settings import CommSettings, FsdpSettings
+from fluxtrain.methods.optimizer import parameter_groups
+from fluxtrain.parallel.engine import ShardedAdamW, ShardedEngine
+from fluxtrain.parallel.sharding import shard
+
+ROWS, LENGTH, WORDS = 4, 16, 64
+
+
+def llama(
+    dtype: str = "float32", *, tied: bool = False, seed: int = 1, width: int = 64
+) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=WORDS, hidden_size=width, intermediate_size=width, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to(getattr(torch, dtype))
+
+
+def with_adapters(model: LlamaForCausalLM) -> Any:
+    torch.manual_seed(2)
+    adapters = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    return get_peft_model(model, adapters)
+
+
+def model_of(kind: str, dtype: str = "float32") -> Any:
+    """Return a model of a kind; that of qlora has weights that are large enough to be packed."""
+    model = llama(dtype, tied=kind == "tied", width=256 if kind == "qlora" else 64)
+    return with_adapters(model) if kind in ("lora", "qlora") else model
+
+
+def step_rows(step: int) -> Tensor:
+    """Return all rows of a step, (ROWS, LENGTH)."""
+    draws = torch.Generator().manual_seed(step)
+    return torch.randint(WORDS, (ROWS, LENGTH), generator=draws)
+
+
+def sharded(model: Any, **settings: Any) -> tuple[ShardedEngine, ShardedAdamW]:
+    comm = CommSettings(**settings.pop("comm", {}))
+    frozen = settings.pop("frozen", "plain")
+    chosen = FsdpSettings(**settings)
+    engine = shard(model, torch.device("cpu"), chosen, comm, None, frozen=frozen)  # type: ignore[arg-type]
+    groups = parameter_groups(model, learning_rate=1e-2, weight_decay=0.1, no_decay=("norms",))
+    return engine, ShardedAdamW(engine, groups, lr=1e-2)
+
+
+def steps(engine: Any, optimizer: Any, first: int, last: int, ranks: int, rank: int) -> list[float]:
+    """Make steps `first` to before `last` with this rank's rows; return the losses."""
+    losses = []
+    for number in range(first, last):
+        rows = step_rows(number).chunk(ranks)[rank]
+        logits = engine.model(input_ids=rows, use_cache=False).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1).float(), rows[:, 1:].flatten(), reduction="sum"
+        ) / (ROWS * (LENGTH - 1))
+        loss.backward()
+        norm = engine.clip_grad_norm(1.0, [loss])
+        optimizer.step()
+        engine.forget_gradients()
+        losses.append(sum(norm.losses()))
+    return losses
+
+
+def train(
+    kind: str,
+    count: int,
+    settings: dict[str, Any],
+    dtype: str = "float32",
+    first: int = 0,
+    state: dict[str, dict[str, Tensor]] | None = None,
+) -> tuple[list[float], dict[str, dict[str, Tensor]]]:
+    """Train a sharded model of a kind, from a state; return losses and the whole state."""
+    model = model_of(kind, dtype)
+    chosen = dict(settings)
+    if kind == "qlora":
+        chosen["frozen"] = "nf4-double"
+    local = {"LOCAL_WORLD_SIZE": str(chosen.pop("local", distributed.get_world_size()))}
+    with patch.dict(os.environ, local):
+        engine, optimizer = sharded(model, **chosen)
+    for name, tensors in (state or {}).items():
+        engine.load_state_shard(name, tensors)
+    ranks, rank = distributed.get_world_size(), distributed.get_rank()
+    losses = steps(engine, optimizer, first, first + count, ranks, rank)
+    shards = dict(engine.state_shards())
+    engine.close()
+    return losses, shards
+
+
+def effects(settings: dict[str, Any]) -> dict[str, Any]:
+    """Make one pass, and see what a setting does."""
+    model: Any = llama(seed=1 + distributed.get_rank())  # not the same weights on each rank
+    engine, _ = sharded(model, **settings)
+    units = {n: m for n, m in model.named_modules() if isinstance(m, FSDPModule)}
+    order: list[str] = []
+    calls = [0]
+    for name, module in model.named_modules():
+        if name.endswith("up_proj"):
+            module.register_forward_pre_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))
+    for unit_name, unit in units.items():
+        group = unit._get_fsdp_state()._fsdp_param_group
+        for what in ("unshard", "post_backward"):
+            original = getattr(group, what)
+
+            def noted(
+                *a: Any, _call: Any = original, _name: str = f"{what} {unit_name}", **k: Any
+            ) -> Any:
+                order.append(_name)
+                return _call(*a, **k)
+
+            setattr(group, what, noted)
+    rows = step_rows(0)
+    loss = model(input_ids=rows, labels=rows, use_cache=False).loss
+    gathered = [n for n, u in units.items() if u._get_fsdp_state()._fsdp_param_group.is_unsharded]
+    loss.backward()
+    of_first = llama(seed=1)(input_ids=rows, labels=rows, use_cache=False).loss
+    by = engine.memory()
+    engine.close()
+    return {
+        "units": [*[n for n in units if n], ""],
+        "shard_bytes": by.host_arena_bytes - by.device_by["gradients"],
+        "gathered_after_forward": [*[n for n in gathered if n], *([""] if "" in gathered else [])],
+        "forwards": calls[0],
+        "order": order,
+        "equal": abs(float(loss.detach()) - float(of_first.detach())) < 1e-5,
+    }
+
+
+def refused_step() -> tuple[bool, bool]:
+    """Make a step whose gradient is not finite on one rank: return whether the weights stayed, and
+    whether the next step moves them."""
+    model: Any = llama()
+    engine, optimizer = sharded(model)
+    before = dict(engine.state_shards())
+
+    def stayed() -> bool:
+        now = dict(engine.state_shards())
+        return all(
+            torch.equal(tensor, before[part][name])
+            for part, tensors in now.items()
+            for name, tensor in tensors.items()
+            if name.endswith("weight_bits")
+        )
+
+    loss = model(input_ids=step_rows(0), use_cache=False).logits.float().mean()
+    loss.backward()
+    if distributed.get_rank() == 1:
+        next(p for p in model.parameters()).grad.to_local()[0] = torch.inf
+    engine.clip_grad_norm(1.0, [loss]).skips = True
+    optimizer.step()
+    first = stayed()
+    engine.forget_gradients()
+    steps(engine, optimizer, 1, 2, distributed.get_world_size(), distributed.get_rank())
+    second = stayed()
+    engine.close()
+    return first, not second
