@@ -115,7 +115,8 @@ class DeviceFailed(FluxTrainError, RuntimeError):
 
 
 class ReadFailed(FluxTrainError, OSError):
-    """A file that a run needs could not be read, also after several attempts."""
+    """A file that a run needs could not be read, or its scratch not be written, also after several
+    attempts."""
 
     exit_code = EXIT_READ_FAILED
 

@@ -39,7 +39,7 @@ def device() -> Iterator[CpuDevice]:
 @pytest.fixture(params=[True, False], ids=["direct", "buffered"])
 def direct(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     if not request.param:
-        monkeypatch.setattr(WeightsFile, "_set_direct", lambda _: False)
+        monkeypatch.setattr(disk, "set_direct", lambda _: False)
     return bool(request.param)
 
 

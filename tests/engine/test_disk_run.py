@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from fluxtrain.commands.preview import preview, table
 from fluxtrain.config.schema import load_config
 from fluxtrain.core.device import disk
-from fluxtrain.core.device.disk import WeightsFile
 from fluxtrain.core.quantization.packed_cache import cache_folder
 from fluxtrain.errors import BadInput, Interrupted, ReadFailed
 from fluxtrain.events import events as ev
@@ -112,7 +111,7 @@ def test_a_run_has_the_bits_of_one_in_memory_also_when_it_was_stopped_or_its_fil
 def test_a_block_that_was_read_wrong_once_is_named_at_the_end(
     run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, wrong = disk._sum_of, []
+    real, wrong = disk.sum_of, []
 
     def once(block: torch.Tensor) -> int:
         if len(wrong) == 0 and in_training:
@@ -121,8 +120,8 @@ def test_a_block_that_was_read_wrong_once_is_named_at_the_end(
         return real(block)
 
     in_training: list[int] = []
-    monkeypatch.setattr(disk, "_sum_of", once)
-    monkeypatch.setattr(WeightsFile, "_set_direct", lambda _: False)
+    monkeypatch.setattr(disk, "sum_of", once)
+    monkeypatch.setattr(disk, "set_direct", lambda _: False)
     after(1, lambda: in_training.append(1), monkeypatch)
     config = run_config(model__dtype="bf16", train__steps=3)
     events = run(config, tmp_path / "run", *METHODS["qlora"])

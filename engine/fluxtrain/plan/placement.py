@@ -49,6 +49,7 @@ class Placement:
     need: Footprint  # predicted peaks, of all cards together
     cards: tuple[CardPlacement, ...]  # that compute, in the order of the rows' numbers
     choices: tuple[ChoiceMade, ...] = ()
+    spill_folder: str = ""  # of optimizer states on disk; "": the system's for temporary files
     process_bytes: int = 0  # the program itself on the host, measured where a run is planned
     saving_bytes: int = 0  # weights of the device that are on the host while a file is written
     reached_bytes: int = 0  # what the process held at its fullest before this plan

@@ -31,7 +31,7 @@ from fluxtrain.plan.depths import DISK_READERS as READERS
 from fluxtrain.plan.depths import DISK_RING_BYTES
 from fluxtrain.units import bytes_text
 
-_ALIGNMENT_BYTES = 4096  # of addresses, sizes and offsets of direct reads
+PAGE_BYTES = 4096  # of addresses, sizes and offsets of direct reads
 _CURE = (
     "the run's checkpoints are whole: go on with --resume auto, which writes these weights to the "
     "disk anew, and have the disk checked (smartctl -a)"
@@ -40,11 +40,27 @@ _CURE = (
 
 def sums_of(weights: Tensor) -> tuple[int, ...]:
     """Return the xxh3 sum of each block of weights (bytes,) uint8 in host memory."""
-    return tuple(map(_sum_of, weights.split(BLOCK_BYTES)))
+    return tuple(map(sum_of, weights.split(BLOCK_BYTES)))
 
 
-def _sum_of(block: Tensor) -> int:
+def sum_of(block: Tensor) -> int:
+    """Return the xxh3 sum of bytes (n,) uint8 in host memory."""
     return xxhash.xxh3_64_intdigest(block.numpy().data)
+
+
+def set_direct(file: int) -> bool:
+    """Let reads and writes of an open file pass by the page cache; False where the file system
+    refuses that."""
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    arena = HostArena(PAGE_BYTES, pin=False)
+    page = arena.tensor(torch.uint8, PAGE_BYTES, 0)
+    try:
+        fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT)
+        os.preadv(file, [page.numpy().data], 0)
+    except OSError:
+        fcntl.fcntl(file, fcntl.F_SETFL, flags)
+        return False
+    return True
 
 
 class WeightsFile:
@@ -59,20 +75,7 @@ class WeightsFile:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise ReadFailed(f"{path} cannot be opened ({error.strerror}): {_CURE}") from error
-        self.is_direct = self._set_direct()
-
-    def _set_direct(self) -> bool:
-        """Read past the page cache; False where the file system refuses that."""
-        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
-        arena = HostArena(_ALIGNMENT_BYTES, pin=False)
-        page = arena.tensor(torch.uint8, _ALIGNMENT_BYTES, 0)
-        try:
-            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_DIRECT)
-            os.preadv(self._fd, [page.numpy().data], 0)
-        except OSError:
-            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags)
-            return False
-        return True
+        self.is_direct = set_direct(self._fd)
 
     def block_bytes(self, number: int) -> int:
         """Return the size of a block: the last one may be smaller."""
@@ -111,7 +114,7 @@ class WeightsFile:
             return error.strerror or str(error)
         if done < wanted:
             return f"the file ends after {done:,} of them: it was cut"
-        if _sum_of(into[:wanted]) != self._sums[number]:
+        if sum_of(into[:wanted]) != self._sums[number]:
             return "they are not the bytes that were written"
         return ""
 
@@ -121,7 +124,7 @@ class WeightsFile:
         while done < wanted:
             count = os.preadv(self._fd, [into[done:]], start + done)
             done += count
-            if count == 0 or count % _ALIGNMENT_BYTES:
+            if count == 0 or count % PAGE_BYTES:
                 break  # the file's end
         if not self.is_direct:  # the system need not keep what is read once a pass
             os.posix_fadvise(self._fd, start, done, os.POSIX_FADV_DONTNEED)

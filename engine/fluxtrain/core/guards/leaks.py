@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fluxtrain.core.memory.group import Group
 from fluxtrain.core.memory.segment import Member
+from fluxtrain.core.memory.states_on_disk import loaded
 from fluxtrain.core.memory.unit import Unit
 from fluxtrain.errors import MisusedModel
 
@@ -82,11 +83,12 @@ def _copy_to_host(group: Group, member: Member) -> bool:
         now = member.parameter.detach().to(host.device)
         changed = now != host
         host.copy_(now)
-        if segment.lo is not None:
-            member.slice(segment.lo).masked_fill_(changed, 0)
-        if segment.master is not None:
-            master = member.slice(segment.master)
-            master.copy_(torch.where(changed, now.to(master.dtype), master))
+        states = member.states()
+        if "lo" in states:
+            states["lo"].copy_(loaded(states["lo"]).masked_fill(changed, 0))
+        if "master" in states:
+            master = loaded(states["master"])
+            states["master"].copy_(torch.where(changed, now.to(master.dtype), master))
     return True
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from fluxtrain.core.device.spill import Spill
 from fluxtrain.core.device.worker import Job
 from fluxtrain.core.memory.group_layout import GroupLayout
 from fluxtrain.core.memory.group_memory import GroupMemory
@@ -86,13 +87,14 @@ class Group(GroupLayout):
         device: torch.device,
         *,
         pin: bool,
+        spill: Spill | None = None,
         kept: KeptWeights | None = None,
         drops: bool = False,
     ) -> None:
         """Fix the layout, and move the weights into memory where `placement` has them; see
-        `GroupMemory` and its `take_weights`."""
+        `GroupMemory` and its `take_weights`. spill: where states on disk go."""
         self.lay_out()
-        self.memory = GroupMemory(self, placement, device, pin=pin)
+        self.memory = GroupMemory(self, placement, device, pin=pin, spill=spill)
         self.memory.take_weights(kept=kept, drops=drops)
 
     @property
@@ -115,7 +117,7 @@ class Group(GroupLayout):
     @property
     def has_state(self) -> bool:
         """Return whether the group was ever updated, so that it has moments."""
-        return any(s.m is not None for s in self.trained)
+        return any(s.has_state for s in self.trained)
 
     def weights_changed(self, *, frozen: bool) -> None:
         """Make copies on the device stale; `frozen`: those of the frozen weights too."""

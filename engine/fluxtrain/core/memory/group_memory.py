@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from fluxtrain.core.device.arena import HostArena, aligned, device_flat, own_storage_view
 from fluxtrain.core.device.disk import FilePart
+from fluxtrain.core.device.spill import Spill
 from fluxtrain.core.memory.group_layout import GroupLayout
 from fluxtrain.core.memory.mapped import drop
 from fluxtrain.core.memory.packed import KeptWeights, pack_segment, placeholder, put_in_file
 from fluxtrain.core.memory.segment import MASTERS, SCALES, Member, Segment
+from fluxtrain.core.memory.states_on_disk import OnDisk, StatesOnDisk, room_bytes
 from fluxtrain.errors import BadInput, DoesNotFit
 from fluxtrain.plan.group_placement import KINDS, GroupPlacement, Kind, Tier
 from fluxtrain.units import bytes_text
@@ -32,13 +34,12 @@ Span = tuple[torch.dtype, int, int]  # of a flat tensor: dtype, elements, offset
 def refuse_tiers(rows: Iterable[GroupPlacement], *, on_disk: Collection[str] = ()) -> None:
     """Raise BadInput for rows with tiers that no code can move bytes to or from.
 
-    Only frozen weights of blocks can be on disk; trained weights and everything else are on the
-    host. on_disk: names of the groups whose weights files can hold.
+    Frozen weights of blocks can be on disk, and optimizer states next to weights and gradients on
+    the host. on_disk: names of the groups whose weights files can hold.
     """
     for row in rows:
-        for kind in KINDS[1:]:
-            if row.is_on("disk", kind):
-                raise BadInput(f"{row.name}: {kind} cannot live on disk yet: use device or host")
+        if row.is_on("disk", "gradients"):
+            raise BadInput(f"{row.name}: gradients cannot live on disk: use device or host")
         if row.is_on("disk") and row.name not in on_disk:
             raise BadInput(
                 f"{row.name}: weights cannot live on disk here: that needs a block with frozen "
@@ -54,7 +55,7 @@ def refuse_tiers(rows: Iterable[GroupPlacement], *, on_disk: Collection[str] = (
 
 class GroupMemory:
     """A group's memory by kind, on the tiers of `placement`. Of weights on disk the frozen ones
-    have none: they come from files whenever a slot is filled.
+    have none: they come from files whenever a slot is filled. States on disk are in `spill`.
 
     pin: lock the host's weights and gradients in memory, for a GPU that copies from and to them.
     """
@@ -66,8 +67,9 @@ class GroupMemory:
         device: torch.device,
         *,
         pin: bool,
+        spill: Spill | None = None,
     ) -> None:
-        self.placement, self.pin = placement, pin
+        self.placement, self.pin, self._spill = placement, pin, spill
         self.flat_weights: Tensor | None = None  # (weight_bytes,) uint8, where the weights live
         self.views: list[Tensor] = []  # of the weights there, by member index
         self._name, self._members, self._segments = layout.name, layout.members, layout.segments
@@ -173,7 +175,11 @@ class GroupMemory:
         tensors on the host."""
         unwritten = list[Tensor]()
         for segment in self._trained:
-            if segment.m is not None:
+            if segment.has_state:
+                continue
+            if self.placement.is_on("disk", "state"):
+                segment.on_disk = self._states_on_disk(segment)
+                segment.masters_are_weights()
                 continue
             wanted = segment.wanted_states()
             spans, total = list[Span](), 0
@@ -188,6 +194,18 @@ class GroupMemory:
             if segment.master is not None:
                 segment.masters_are_weights()
         return unwritten
+
+    @property
+    def spill_bytes(self) -> int:
+        """Return the bytes of the scratch file that states on disk take, made yet or not."""
+        if self._spill is None or not self.placement.is_on("disk", "state"):
+            return 0
+        size = self._spill.record_bytes
+        return sum(room_bytes(s.wanted_states(), s.elements, size) for s in self._trained)
+
+    def _states_on_disk(self, segment: Segment) -> StatesOnDisk:
+        assert self._spill is not None, "states on disk need a scratch file"
+        return StatesOnDisk(segment.wanted_states(), segment.elements, self._spill)
 
     # -- gradients ---------------------------------------------------------------------------------
 
@@ -250,24 +268,34 @@ class GroupMemory:
             raise DoesNotFit(f"{self._name} has no file on disk: it can be on device or host")
         there._arenas = {kind: [] if kind in moving else self._arenas[kind] for kind in KINDS}
         weights: list[tuple[Segment, Tensor]] = []
+        to_disk = "state" in moving and placement.is_on("disk", "state")
         try:
             if "weights" in moving:
                 there.flat_weights, weights = there._allocate_weights()
             held = [
-                (s, name, there._like(kind, s, name))
+                (s, name, there._allocate_one(kind, flat.dtype, flat.numel()))
                 for kind in moving
-                for s, name in self._held(kind)
+                if kind != "state" or not to_disk
+                for s, name, flat in self._held(kind)
             ]
+            on_disk = {
+                s: there._states_on_disk(s) for s in self._trained if to_disk and s.has_state
+            }
+        except DoesNotFit:
+            raise
         except (torch.OutOfMemoryError, MemoryError) as error:
-            flats = [getattr(s, name) for kind in moving for s, name in self._held(kind)]
+            flats = [flat for kind in moving for _, _, flat in self._held(kind)]
             need = self._weight_bytes + sum(flat.nbytes for flat in flats)
             raise DoesNotFit(f"{bytes_text(need)} of {self._name} find no room: {error}") from error
 
         def move() -> GroupMemory:
             with torch.no_grad():
                 for segment, name, to in held:
-                    to.copy_(getattr(segment, name))
+                    flat = segment.states().get(name, getattr(segment, name))
+                    flat.load_into(to) if isinstance(flat, OnDisk) else to.copy_(flat)
                     setattr(segment, name, to)
+                for segment in self._trained if "state" in moving else ():
+                    segment.live_on_disk(on_disk.get(segment))
             if "weights" in moving:
                 there._move_weights(weights)
             self.flat_weights, self.views, self._arenas = None, [], {}  # freed before other moves
@@ -295,11 +323,9 @@ class GroupMemory:
             member.write_version = parameter._version
             member.fingerprint = None
 
-    def _held(self, kind: Kind) -> list[tuple[Segment, str]]:
-        """Name the tensors of a kind that the segments have besides weights."""
-        names = _TENSORS[kind]
-        return [(s, name) for s in self._segments for name in names if getattr(s, name) is not None]
-
-    def _like(self, kind: Kind, segment: Segment, name: str) -> Tensor:
-        flat: Tensor = getattr(segment, name)
-        return self._allocate_one(kind, flat.dtype, flat.numel())
+    def _held(self, kind: Kind) -> list[tuple[Segment, str, Tensor]]:
+        """Return the tensors of a kind that the segments have besides weights, with their names."""
+        if kind == "state":
+            return [(s, *named) for s in self._segments for named in s.states().items()]
+        held = [(s, name, getattr(s, name)) for s in self._segments for name in _TENSORS[kind]]
+        return [one for one in held if one[2] is not None]

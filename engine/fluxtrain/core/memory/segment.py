@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fluxtrain.core.device.arena import aligned
 from fluxtrain.core.device.disk import WeightsFile
+from fluxtrain.core.memory.states_on_disk import StatesOnDisk
 from fluxtrain.core.quantization.layout import PackedLayout, padded
 from fluxtrain.plan.states import STATE_BLOCK, StateFormat, StorageFormat
 
@@ -55,7 +56,11 @@ class Member:
 
     def states(self) -> dict[str, Tensor]:
         """Return views of this member's optimizer state by name: `lo` or `master`, `m`, `v` in its
-        shape, and the scales of 8-bit moments (blocks,); empty before the first step."""
+        shape, and the scales of 8-bit moments (blocks,); empty before the first step. Of states on
+        disk they are `OnDisk`."""
+        if self.segment.on_disk is not None:
+            stop = self.offset + self.count
+            return dict(self.segment.on_disk.handles(self.offset, stop, self.shape))
         first, stop = self.offset // STATE_BLOCK, -(-(self.offset + self.count) // STATE_BLOCK)
         return {
             name: flat[first:stop] if name in SCALES else self.slice(flat)
@@ -85,6 +90,7 @@ class Segment:
     v: Tensor | None = None
     m_scale: Tensor | None = None  # (blocks,) fp32, of 8-bit codes
     v_scale: Tensor | None = None
+    on_disk: StatesOnDisk | None = None  # all of these states, which are None then
     rounded: Tensor | None = None  # (elements,) gradients in the segment's dtype
     wide: Tensor | None = None  # the same in fp32, once a second backward pass has added to them
     is_wide: bool = False  # which of the two holds this step's gradients
@@ -132,22 +138,38 @@ class Segment:
         """Return whether the weights are the upper halves of fp32 masters."""
         return self.dtype == torch.bfloat16
 
+    @property
+    def has_state(self) -> bool:
+        """Return whether there are moments, in memory or on disk."""
+        return self.m is not None or self.on_disk is not None
+
     def states(self) -> dict[str, Tensor]:
-        """Return the optimizer state by name; empty before the first step."""
+        """Return the optimizer state by name; empty before the first step. On disk: `OnDisk`."""
+        if self.on_disk is not None:
+            return dict(self.on_disk.handles(0, self.elements))
         named = {name: getattr(self, name) for name in (*MASTERS, "m", "v", *SCALES)}
         return {name: flat for name, flat in named.items() if flat is not None}
+
+    def live_on_disk(self, there: StatesOnDisk | None) -> None:
+        """Move the states there, out of memory; None: they were copied to memory from the disk."""
+        if there is not None:
+            for name, state in there.handles(0, self.elements).items():
+                state.copy_(getattr(self, name))
+                setattr(self, name, None)
+        elif self.on_disk is not None:
+            self.on_disk.give_back()
+        self.on_disk = there
 
     def masters_are_weights(self, member: Member | None = None) -> None:
         """Set the masters of `member` (None: of all) from its weights, which were written to."""
         assert self.weights is not None
 
-        def of(flat: Tensor) -> Tensor:
-            return flat if member is None else member.slice(flat)
-
-        if self.lo is not None:
-            of(self.lo).zero_()
-        if self.master is not None:
-            of(self.master).copy_(of(self.weights))
+        states = self.states() if member is None else member.states()
+        if "lo" in states:
+            states["lo"].zero_()
+        if "master" in states:
+            weights = self.weights if member is None else member.slice(self.weights)
+            states["master"].copy_(weights)
 
     def wanted_states(self) -> dict[str, tuple[torch.dtype, int]]:
         """Return the dtype and element count of each array of the optimizer state, by name."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,10 +21,13 @@ from fluxtrain.core.adamw.dynamic_map import dequantise
 from fluxtrain.core.adamw.kernels import quantise
 from fluxtrain.core.guards.writes import check_writes, fingerprint
 from fluxtrain.core.memory.segment import MASTERS, Member
+from fluxtrain.core.memory.states_on_disk import OnDisk, loaded
 from fluxtrain.core.runtime.context import Owner
 from fluxtrain.core.runtime.parameter import owner_of
-from fluxtrain.errors import MisusedModel
+from fluxtrain.errors import DoesNotFit, MisusedModel
+from fluxtrain.machine.machine import memory_left
 from fluxtrain.plan.states import STATE_BLOCK
+from fluxtrain.units import bytes_text
 
 KEY = "fluxtrain"
 NAMES = {
@@ -162,6 +165,29 @@ def _before_export(optimizer: Optimizer) -> None:
         entry["step"] = owner.member.step  # the last step may have been skipped
         if any(name in entry for name in MASTERS):
             entry["weights"] = fingerprint(owner.group.memory.views[owner.member.index])
+    _bring_home(held)
+
+
+def bring_home(owners: Iterable[Owner]) -> None:
+    """Copy the states of these parameters that are on disk to memory, for their optimizers; updates
+    are done. Raises DoesNotFit."""
+    for optimizer in steppers_of(owners):
+        _bring_home(held_state(optimizer))
+
+
+def _bring_home(held: dict[int, dict[str, Any]]) -> None:
+    """Replace states on disk by copies in memory; the next step writes them back."""
+    away = {i: e for i, e in held.items() if any(isinstance(v, OnDisk) for v in e.values())}
+    states = [v for entry in away.values() for v in entry.values() if isinstance(v, OnDisk)]
+    need, left = sum(state.nbytes for state in states), memory_left()
+    if states and left is not None and need > left[1]:
+        raise DoesNotFit(
+            f"{bytes_text(need)} of optimizer states live on disk, and {bytes_text(left[1])} of "
+            "host memory are left for a copy: read them one shard at a time, as checkpoints do "
+            "(fluxtrain.engine_of(model).state_shards()), or use a machine with more memory"
+        )
+    for index, entry in away.items():
+        held[index] = {n: loaded(v) if isinstance(v, Tensor) else v for n, v in entry.items()}
 
 
 def _entry(member: Member) -> dict[str, Any]:
@@ -215,13 +241,17 @@ def import_state(optimizer: Optimizer, entries: Entries) -> None:
             _take(owner, plain)
 
 
-def _pointer(entry: object) -> int:
+def _pointer(entry: object) -> Hashable:
     """Return the address of an entry's moments; -1 without moments."""
     moment = entry.get(NAMES["m"]) if isinstance(entry, dict) else None
+    if isinstance(moment, OnDisk):
+        return moment.place
     return moment.data_ptr() if isinstance(moment, torch.Tensor) else -1
 
 
-def _moments_at(member: Member) -> int:
+def _moments_at(member: Member) -> Hashable:
+    if member.segment.on_disk is not None and member.count:
+        return _pointer(_entry(member))
     m = member.segment.m
     if m is None or member.count == 0:
         return 0

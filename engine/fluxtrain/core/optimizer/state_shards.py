@@ -133,7 +133,7 @@ def _load_state(context: Context, group: Group, member: Member, tensors: dict[st
             _copy(view, tensors, f"{member.name}.{key}", group.name)
         else:
             view.zero_()
-    if not member.step and member.segment.m is not None:
+    if not member.step and member.segment.has_state:
         member.segment.masters_are_weights(member)
 
 

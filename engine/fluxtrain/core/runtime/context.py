@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch.optim import Optimizer
 
 from fluxtrain.core.adamw.hyper import Hyper
 from fluxtrain.core.device.device import Device
+from fluxtrain.core.device.spill import Spill
 from fluxtrain.core.gradients.gradients import Gradients
 from fluxtrain.core.gradients.host_gradients import Arrival
 from fluxtrain.core.guards.arguments import flatten
@@ -170,6 +173,7 @@ class Context:
         ]
         device = devices[0]
         device.recorder.lead([other.recorder for other in devices[1:]])
+        self.spill = Spill(Path(placement.spill_folder or tempfile.gettempdir()))
         self.updates = Updates(
             self.arrivals,
             device,

@@ -166,6 +166,8 @@ def _gradient_letter(context: Context, group: Group) -> str:
 def _state_letter(group: Group) -> str:
     if not group.has_state:
         return "."
+    if group.is_on("disk", "state"):
+        return "N"
     return "G" if group.is_on("device", "state") else "C"
 
 

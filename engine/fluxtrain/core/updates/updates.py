@@ -32,10 +32,12 @@ from fluxtrain.core.adamw.kernels import step_, update_threads, zero_
 from fluxtrain.core.adamw.reference import rounding
 from fluxtrain.core.device.device import Device
 from fluxtrain.core.device.recorder import Recorder
+from fluxtrain.core.device.spill import Awaited, Spill
 from fluxtrain.core.device.worker import Job, Worker
 from fluxtrain.core.gradients.host_gradients import Arrival
 from fluxtrain.core.memory.group import Group
 from fluxtrain.core.memory.segment import Member, Segment
+from fluxtrain.core.memory.states_on_disk import Piece
 from fluxtrain.core.updates.norm import GradNorm
 from fluxtrain.errors import Diverged
 
@@ -135,7 +137,8 @@ class Updates:
             copied=copied,
             copies=self._copies,
             gate=self._gate,
-            defers=defers and any(part.flat().has_two_passes for part in work),
+            defers=defers and any(part.has_two_passes for part in work),
+            pieces=expected_pieces(work),
             threads=self._threads,
             unwritten=unwritten,
         )
@@ -204,10 +207,22 @@ class _Step:
     defers: bool  # whether a second job writes the moments
     threads: int | None  # None: all
     unwritten: list[Tensor]  # states that no step has written yet
+    pieces: list[PieceWork]  # states on disk, on their way
     clip: float | None = None  # set once the weights are written with it
 
     def update(self) -> None:
         """Update everything, or the weights alone, once the gradients and the norm are there."""
+        try:
+            clip = self._clip_when_ready()
+            if clip is not None:
+                self._update(clip)
+        finally:
+            for piece in self.pieces:  # of a step that is skipped, or failed
+                piece.spill.drop(piece.awaited)
+
+    def _clip_when_ready(self) -> float | None:
+        """Wait for the gradients and the norm; return the factor of the gradients, None for a step
+        that is skipped."""
         for state in self.unwritten:  # while the gradients are downloaded
             zero_(state, threads=self.threads)
         try:
@@ -217,22 +232,33 @@ class _Step:
             if self.arrival is not None:
                 self.arrival.wait()
             if self.norm is not None and self.norm.overflowed():
-                return  # the step is skipped; `LossScale.take_back_skipped` takes back its count
+                return None  # skipped; `LossScale.take_back_skipped` takes back its count
             if self.norm is not None and self.norm.skips and self.norm.refuses():
                 for member in self.stepped:
                     member.step -= 1
-                return
-            clip = _clip(self.norm)
+                return None
+            return _clip(self.norm)
         except BaseException:
             for member in self.stepped:  # nothing was written: this step did not happen
                 member.step -= 1
             raise
+
+    def _update(self, clip: float) -> None:
         with self.recorder.working("cpu", "update", self.name):
             for part in self.work:
-                flat = part.flat()
-                what = Pass.WEIGHTS if self.defers and flat.has_two_passes else Pass.UPDATE
-                step_(flat, part.update(clip), part=what, threads=self.threads)
+                if part.segment.on_disk is None:
+                    what = Pass.WEIGHTS if self.defers and part.has_two_passes else Pass.UPDATE
+                    step_(part.flat(), part.update(clip), part=what, threads=self.threads)
+            while self.pieces:
+                self._update_piece(self.pieces.pop(0), clip)
         self.clip = clip
+
+    def _update_piece(self, one: PieceWork, clip: float) -> None:
+        with one.spill.take(one.awaited) as buffer:
+            states = one.piece.views(buffer)
+            for part in one.parts:
+                flat = part.flat_of(one.piece, states)
+                step_(flat, part.update(clip), threads=self.threads)
 
     def update_moments(self) -> None:
         """Update the moments; do nothing if `update` skipped the step or failed."""
@@ -241,9 +267,10 @@ class _Step:
         self.gate.wait()
         with self.recorder.working("cpu", "moments", self.name):
             for part in self.work:
-                flat = part.flat()
-                if flat.has_two_passes:
-                    step_(flat, part.update(self.clip), part=Pass.MOMENTS, threads=self.threads)
+                if part.has_two_passes:
+                    step_(
+                        part.flat(), part.update(self.clip), part=Pass.MOMENTS, threads=self.threads
+                    )
 
 
 def _clip(norm: GradNorm | None) -> float:
@@ -278,12 +305,29 @@ class Range:
     def flat(self) -> Flat:
         """Return the range's slices of its segment's tensors."""
         s = self.segment
-        assert s.weights is not None and s.m is not None and s.v is not None
+        return self._cut(slice(0, s.elements), s.states())
+
+    def flat_of(self, piece: Piece, states: dict[str, Tensor]) -> Flat:
+        """Return the range's part of a piece, whose states are these."""
+        return self._cut(slice(piece.start, piece.stop), states)
+
+    def _cut(self, there: slice, states: dict[str, Tensor]) -> Flat:
+        """Return the range's slices of the segment's elements `there`, with their states."""
+        s = self.segment
+        assert s.weights is not None
         whole = Flat(
-            weights=s.weights, lo=s.lo, master=s.master, m=s.m, v=s.v, m_scale=s.m_scale,
-            v_scale=s.v_scale, gradient=self.gradient, rounding=rounding(s.seed, self.step, 0),
-        )  # fmt: skip
-        return whole.cut(self.start, self.stop)
+            weights=s.weights[there],
+            gradient=self.gradient[there],
+            rounding=rounding(s.seed, self.step, there.start),
+            **states,
+        )
+        start, stop = max(self.start, there.start), min(self.stop, there.stop)
+        return whole.cut(start - there.start, stop - there.start)
+
+    @property
+    def has_two_passes(self) -> bool:
+        """Return whether moments can be updated after the weights; on disk both are one record."""
+        return self.segment.on_disk is None and self.flat().has_two_passes
 
 
 def ranges(group: Group, hypers: dict[int, Hyper]) -> list[Range]:
@@ -304,6 +348,32 @@ def ranges(group: Group, hypers: dict[int, Hyper]) -> list[Range]:
             stop = member.offset + member.count
         if how is not None:
             found.append(Range(segment, segment.gradient, start, stop, *how))
+    return found
+
+
+@dataclass(frozen=True)
+class PieceWork:
+    """A piece of states on disk that is on its way, and the ranges that step a part of it."""
+
+    piece: Piece
+    spill: Spill
+    awaited: Awaited
+    parts: list[Range]
+
+
+def expected_pieces(work: Sequence[Range]) -> list[PieceWork]:
+    """Begin to read the states on disk that these ranges step, each piece once."""
+    found: list[PieceWork] = []
+    for segment in dict.fromkeys(part.segment for part in work):
+        states = segment.on_disk
+        if states is None:
+            continue
+        mine = [part for part in work if part.segment is segment]
+        for piece in states.pieces:
+            parts = [p for p in mine if p.start < piece.stop and piece.start < p.stop]
+            if parts:
+                awaited = states.spill.expect(piece.record)
+                found.append(PieceWork(piece, states.spill, awaited, parts))
     return found
 
 

@@ -108,6 +108,7 @@ class Engine(Context):
             self.updates.wait()
         finally:  # also after a failed update
             self.updates.close()
+            self.spill.close()
             for card in self.cards:
                 card.window.drain()
                 card.device.close()

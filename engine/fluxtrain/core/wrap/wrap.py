@@ -28,6 +28,7 @@ from fluxtrain.core.memory.group_memory import refuse_tiers
 from fluxtrain.core.memory.packed import KeptWeights, all_dense_weights
 from fluxtrain.core.memory.unit import Unit
 from fluxtrain.core.optimizer.hook import install as install_adoption
+from fluxtrain.core.optimizer.optimizer_state import bring_home
 from fluxtrain.core.optimizer.plain_state import let_go
 from fluxtrain.core.ranks import ddp
 from fluxtrain.core.ranks.exchange import NOT_EXCHANGED, Exchange
@@ -243,8 +244,12 @@ def unwrap(model: nn.Module) -> nn.Module:
     engine = engine_of(model)
     if engine.step_in_backward is not None:
         engine.step_in_backward.drop()
+    owners = [owner for owners in engine.owners.values() for owner in owners.values()]
+    if any(group.is_on("disk", "state") for group in engine.groups):
+        engine.flush()
+        bring_home(owners)
     engine.close()
-    let_go(owner for owners in engine.owners.values() for owner in owners.values())
+    let_go(owners)
     for hook in model.__dict__.pop("_fluxtrain_hooks"):
         hook.remove()
     for unit in engine.units:
@@ -327,7 +332,7 @@ def _load_groups(
     for group, row in zip(engine.groups, engine.plan.groups, strict=True):
         pin = engine.device.pins and not row.is_on("device")
         device = engine.cards[row.card].torch_device
-        group.place(row, device, pin=pin, kept=kept, drops=drops)
+        group.place(row, device, pin=pin, spill=engine.spill, kept=kept, drops=drops)
         engine.owners[group] = {}
         for member in group.members:
             owner = Owner(engine, group, member)
@@ -337,6 +342,7 @@ def _load_groups(
                 owner.hook_key = hook.id
             adopt_parameter(member.parameter, owner)
         trim_heap()  # the copies that its weights were may be pieces of the heap
+    engine.spill.make_room(sum(group.memory.spill_bytes for group in engine.groups))
     gc.collect()
 
 

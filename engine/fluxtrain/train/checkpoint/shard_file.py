@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from fluxtrain.core.memory.states_on_disk import OnDisk
 from fluxtrain.files.opening import open_plain
 
 DTYPE_NAMES = {  # of dtypes in a safetensors header
@@ -110,7 +111,7 @@ class HashingFile:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> WrittenFile:
-    """Write `tensors` (contiguous or not, any device) as one safetensors file.
+    """Write `tensors` (contiguous or not, any device or on disk) as one safetensors file.
 
     Raises:
         OSError: the disk refused; the partial file is left for the caller to remove.
@@ -156,6 +157,10 @@ def hash_file(path: Path) -> WrittenFile:
 
 
 def _write_tensor(out: HashingFile, tensor: Tensor) -> None:
+    if isinstance(tensor, OnDisk):
+        for piece in tensor.pieces():
+            _write_tensor(out, piece)
+        return
     raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)  # bytes as they are
     step = _PIECE_BYTES
     for start in range(0, raw.numel(), step):

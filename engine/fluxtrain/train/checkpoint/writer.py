@@ -182,6 +182,8 @@ class CheckpointWriter:
         began."""
         if not self.budget_bytes or self._failed or self._standing(state.step) is not None:
             return False
+        if any(row.is_on("disk", "state") for row in engine.plan.groups):
+            return False  # copies would take the memory that these states do not have
         self._started_s = time.monotonic()
         try:
             self._ready()

@@ -49,6 +49,8 @@ def snapshot_of(
     """
     if config.train.checkpoint_every == "end" and config.train.final_model != "best":
         return _waiting("no step follows the only one that is saved")
+    if any(row.is_on("disk", "state") for row in placement.groups):
+        return _waiting("states on disk are read for it piece by piece, without copies")
     at_once = {
         row.name for row in placement.groups if row.is_on("device", "state") != row.is_on("device")
     }

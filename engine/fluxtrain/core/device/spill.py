@@ -1,0 +1,383 @@
+"""Scratch on disk: records of optimizer states that are read ahead, updated and written back.
+
+One file for each wrapped model, without a name: a kill leaves nothing of it, and nothing resumes
+from it. Reads and writes pass by the page cache in blocks, on a few threads. Each block has an xxh3
+sum in memory; one that is read wrong is read again, and then refused.
+
+Who waits: `take` for the reads of its record; these for a free buffer, and for the record's last
+write; a buffer is free once its blocks are written. Everybody else (checkpoints, moves) reads and
+writes parts of records when no update of them is queued.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from functools import partial
+from io import FileIO
+from pathlib import Path
+from queue import SimpleQueue
+
+import torch
+from torch import Tensor
+
+from fluxtrain.core.device.arena import HostArena
+from fluxtrain.core.device.disk import PAGE_BYTES, set_direct, sum_of
+from fluxtrain.core.device.worker import Worker
+from fluxtrain.errors import BadInput, DoesNotFit, NoSpace, ReadFailed
+from fluxtrain.machine.disk import read_disk
+from fluxtrain.plan.depths import DISK_BLOCK_BYTES as BLOCK_BYTES
+from fluxtrain.plan.depths import DISK_READERS as THREADS
+from fluxtrain.plan.depths import RECORD_BUFFERS, RECORD_BYTES
+from fluxtrain.units import bytes_text
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_UNNAMED_UNKNOWN = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
+_CURE = (
+    "the run's checkpoints are whole: go on with --resume auto, with placement.disk_path in a "
+    "folder of another disk, and have this one checked (smartctl -a)"
+)
+
+
+class Record:
+    """A range of the file. A block that was never written reads as zeros."""
+
+    def __init__(self, start: int, size_bytes: int) -> None:
+        self.start, self.size_bytes = start, size_bytes
+        self.sums: list[int | None] = [None] * -(-size_bytes // BLOCK_BYTES)
+        self.updated: Future[None] | None = None  # the newest update that is queued, and written
+
+    def block(self, number: int) -> slice:
+        """Return the range of a block in the record."""
+        start = number * BLOCK_BYTES
+        return slice(start, min(start + BLOCK_BYTES, self.size_bytes))
+
+
+class Awaited:
+    """A record that is read ahead for one update: to be taken, or dropped."""
+
+    def __init__(self, record: Record) -> None:
+        self.record, self.before = record, record.updated
+        self.done: Future[None] = Future()  # it is dropped, or written; never fails
+        self.dropped = False
+        self.got: Future[tuple[Tensor, list[Future[None]]]] = Future()  # buffer and reads
+        record.updated = self.done
+
+
+class Spill:
+    """The scratch file in a folder; it is made when something is put there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.record_bytes = folder, RECORD_BYTES
+        self.read_bytes = self.written_bytes = 0  # since the start
+        self.busy_s = 0.0  # in which some read or write was under way
+        self.mended = 0  # blocks that were right when they were read again
+        self._file: FileIO | None = None
+        self._fd = -1
+        self._room_bytes = self._used_bytes = 0
+        self._free_records: dict[int, list[Record]] = {}  # by their size
+        self._lock = threading.Lock()
+        self._at_work, self._since_s = 0, 0.0
+        self._failed: BaseException | None = None
+        self._closed = False
+        self._free: SimpleQueue[Tensor] = SimpleQueue()
+
+    # -- room --------------------------------------------------------------------------------------
+
+    def make_room(self, size_bytes: int) -> None:
+        """Let the file have room for records of so many bytes together. Raises DoesNotFit, and
+        BadInput for a folder that cannot be used."""
+        more = self._used_bytes + size_bytes - self._room_bytes
+        if more <= 0:
+            return
+        if self._file is None:
+            self._open()
+        free = read_disk(self.folder).free_bytes
+        try:
+            os.posix_fallocate(self._fd, self._room_bytes, more)
+        except OSError as error:
+            os.ftruncate(self._fd, self._room_bytes)
+            if error.errno not in _FULL:
+                raise self._refusal(error) from error
+            raise DoesNotFit(
+                f"{bytes_text(more)} of optimizer states are to live in {self.folder}, and "
+                f"{bytes_text(free)} is free there ({error.strerror}): free some, or set "
+                "placement.disk_path to a folder of a larger disk"
+            ) from error
+        self._room_bytes += more
+
+    def record(self, size_bytes: int) -> Record:
+        """Return a record of zeros. Raises as `make_room`."""
+        size_bytes = in_pages(size_bytes)
+        assert size_bytes <= self.record_bytes
+        if free := self._free_records.get(size_bytes):
+            return Record(free.pop().start, size_bytes)
+        self.make_room(size_bytes)
+        start, self._used_bytes = self._used_bytes, self._used_bytes + size_bytes
+        return Record(start, size_bytes)
+
+    def give_back(self, records: Sequence[Record]) -> None:
+        """Let others use the room of records."""
+        for record in records:
+            if record.updated is not None:
+                record.updated.result()
+            self._free_records.setdefault(record.size_bytes, []).append(record)
+
+    def _open(self) -> None:
+        disk = read_disk(self.folder)
+        if disk.in_memory:
+            raise BadInput(
+                f"optimizer states cannot live in {self.folder}, which is in memory itself "
+                f"({disk.file_system}): set placement.disk_path to a folder on a disk"
+            )
+        try:
+            self._file = FileIO(_unnamed_file(self.folder), "r+")  # closed with this object
+        except OSError as error:
+            raise self._refusal(error) from error
+        self._fd = self._file.fileno()
+        self.is_direct = set_direct(self._fd)
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="flux-spill-io")
+        self._orders = Worker("flux-spill")
+        size = self.record_bytes
+        self._arena = HostArena(RECORD_BUFFERS * size, pin=False)  # its pages come with use
+        for start in range(0, RECORD_BUFFERS * size, size):
+            self._free.put(self._arena.tensor(torch.uint8, size, start))
+
+    def _refusal(self, error: OSError) -> BadInput:
+        return BadInput(
+            f"optimizer states cannot live in {self.folder} ({error.strerror}): set "
+            "placement.disk_path to a folder that this user can write to"
+        )
+
+    # -- the way of updates ------------------------------------------------------------------------
+
+    def expect(self, record: Record) -> Awaited:
+        """Read a record ahead; records are taken or dropped in the order of these calls."""
+        awaited = Awaited(record)
+        self._orders.submit(partial(self._fetch, awaited))
+        return awaited
+
+    def _fetch(self, awaited: Awaited) -> None:
+        buffer = self._free.get()
+        reads: list[Future[None]] = []
+        record = awaited.record
+        if awaited.before is not None:
+            awaited.before.result()
+        with self._lock:
+            if awaited.dropped or self._closed:
+                self._free.put(buffer)
+                return
+            for number in range(len(record.sums)):
+                into = buffer[record.block(number)]
+                reads.append(self._threads.submit(self._read_block, record, number, into))
+            awaited.got.set_result((buffer, reads))
+
+    @contextmanager
+    def take(self, awaited: Awaited) -> Iterator[Tensor]:
+        """Yield the bytes of a record (record_bytes,) uint8, to be changed in place; they are
+        written after the context. An error in it leaves the states as a mixture of two steps:
+        nothing reads them any more. Raises ReadFailed."""
+        buffer, reads = awaited.got.result()
+        try:
+            wait(reads)
+            for read in reads:
+                read.result()
+            self._refuse_failed()
+            yield buffer
+        except BaseException as error:
+            self._failed = self._failed or error
+            self._free.put(buffer)
+            awaited.done.set_result(None)
+            raise
+        self._write_behind(awaited, buffer)
+
+    def drop(self, awaited: Awaited) -> None:
+        """Give up a record that was expected, and not taken."""
+        with self._lock:
+            awaited.dropped = True
+        if awaited.got.done():
+            buffer, reads = awaited.got.result()
+            wait(reads)
+            self._free.put(buffer)
+        awaited.done.set_result(None)
+
+    def _write_behind(self, awaited: Awaited, buffer: Tensor) -> None:
+        record = awaited.record
+        left = len(record.sums)
+
+        def one_less(write: Future[None]) -> None:
+            nonlocal left
+            error = write.exception()
+            with self._lock:
+                left -= 1
+                is_last = left == 0
+                self._failed = self._failed or error
+            if is_last:
+                self._free.put(buffer)
+                awaited.done.set_result(None)
+
+        for number in range(len(record.sums)):
+            source = buffer[record.block(number)]
+            write = self._threads.submit(self._write_block, record, number, source)
+            write.add_done_callback(one_less)
+
+    # -- the way of everybody else -----------------------------------------------------------------
+
+    def read(self, record: Record, start: int, into: Tensor) -> None:
+        """Copy the bytes of a record from `start` on to host memory `into` (n,) uint8. Raises
+        ReadFailed."""
+
+        def one(number: int) -> None:
+            page = HostArena(BLOCK_BYTES, pin=False).tensor(torch.uint8, BLOCK_BYTES, 0)
+            self._read_block(record, number, page)
+            mine, theirs = _overlap(record.block(number), start, into.nbytes)
+            into[theirs].copy_(page[mine])
+
+        self._each_block(one, record, start, into.nbytes)
+
+    def write(self, record: Record, start: int, source: Tensor) -> None:
+        """Copy host memory `source` (n,) uint8 into a record, from `start` on. Raises
+        ReadFailed."""
+
+        def one(number: int) -> None:
+            page = HostArena(BLOCK_BYTES, pin=False).tensor(torch.uint8, BLOCK_BYTES, 0)
+            block = record.block(number)
+            mine, theirs = _overlap(block, start, source.nbytes)
+            if mine.stop - mine.start < block.stop - block.start:
+                self._read_block(record, number, page)
+            page[mine].copy_(source[theirs])
+            self._write_block(record, number, page[: block.stop - block.start])
+
+        self._each_block(one, record, start, source.nbytes)
+
+    def _each_block(
+        self, one: Callable[[int], None], record: Record, start: int, size_bytes: int
+    ) -> None:
+        if record.updated is not None:
+            record.updated.result()
+        self._refuse_failed()
+        numbers = range(start // BLOCK_BYTES, -(-(start + size_bytes) // BLOCK_BYTES))
+        jobs = [self._threads.submit(one, number) for number in numbers]
+        wait(jobs)
+        for job in jobs:
+            job.result()
+
+    def _refuse_failed(self) -> None:
+        if self._failed is not None:
+            raise self._failed
+
+    # -- blocks ------------------------------------------------------------------------------------
+
+    def _read_block(self, record: Record, number: int, into: Tensor) -> None:
+        """Read a block to the beginning of `into`, which begins at a page. Raises ReadFailed."""
+        wanted, block = record.sums[number], record.block(number)
+        size = block.stop - block.start
+        if wanted is None:
+            into[:size].zero_()
+            return
+        trouble = self._try_read(record.start + block.start, into[:size], wanted)
+        if not trouble:
+            return
+        if again := self._try_read(record.start + block.start, into[:size], wanted):
+            raise ReadFailed(
+                f"optimizer states in {self.folder}, {bytes_text(size)} at byte "
+                f"{record.start + block.start:,} of the scratch file: {again}, also when they were "
+                f"read again: {_CURE}"
+            )
+        self.mended += 1
+
+    def _try_read(self, at: int, into: Tensor, wanted: int) -> str:
+        """Read `into`; return what is wrong with it, in words."""
+        view, done = into.numpy().data, 0
+        try:
+            with self._working():
+                while done < into.nbytes and (n := os.preadv(self._fd, [view[done:]], at + done)):
+                    done += n
+            if not self.is_direct:
+                os.posix_fadvise(self._fd, at, done, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            return error.strerror or str(error)
+        self._count(read=done)
+        return "" if sum_of(into) == wanted else "they are not the bytes that were written"
+
+    def _write_block(self, record: Record, number: int, source: Tensor) -> None:
+        """Write a block, in a second attempt too. Raises NoSpace, else ReadFailed."""
+        at, view = record.start + record.block(number).start, source.numpy().data
+        record.sums[number] = sum_of(source)
+        for is_last in (False, True):
+            done = 0
+            try:
+                with self._working():
+                    while done < source.nbytes:
+                        done += os.pwritev(self._fd, [view[done:]], at + done)
+                break
+            except OSError as error:
+                if is_last or error.errno in _FULL:
+                    kind = NoSpace if error.errno in _FULL else ReadFailed
+                    raise kind(
+                        f"{bytes_text(source.nbytes)} of optimizer states cannot be written to "
+                        f"{self.folder} ({error.strerror}): {_CURE}"
+                    ) from error
+        self._count(written=source.nbytes)
+
+    def _count(self, read: int = 0, written: int = 0) -> None:
+        with self._lock:
+            self.read_bytes += read
+            self.written_bytes += written
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Count the seconds in which some read or write is under way."""
+        with self._lock:
+            if not self._at_work:
+                self._since_s = time.perf_counter()
+            self._at_work += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._at_work -= 1
+                if not self._at_work:
+                    self.busy_s += time.perf_counter() - self._since_s
+
+    def close(self) -> None:
+        """End the threads, and let the file go."""
+        if self._file is None:
+            return
+        self._closed = True
+        self._free.put(torch.empty(0, dtype=torch.uint8))  # for a read of what nobody takes
+        self._orders.close()
+        self._threads.shutdown()
+        self._file.close()
+        self._file = None
+
+
+def in_pages(size_bytes: int) -> int:
+    """Round up to whole pages, as reads and writes past the page cache are."""
+    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _overlap(block: slice, start: int, size_bytes: int) -> tuple[slice, slice]:
+    """Return where the range of a record that begins at `start` lies in a block, and the same bytes
+    counted from `start`."""
+    first, stop = max(block.start, start), min(block.stop, start + size_bytes)
+    return slice(first - block.start, stop - block.start), slice(first - start, stop - start)
+
+
+def _unnamed_file(folder: Path) -> int:
+    """Open a new file that has no name. Raises OSError."""
+    flags = os.O_RDWR | os.O_CLOEXEC
+    try:
+        return os.open(folder, flags | os.O_TMPFILE, 0o600)
+    except OSError as error:
+        if error.errno not in _UNNAMED_UNKNOWN:
+            raise
+    file, name = tempfile.mkstemp(prefix=".states-", dir=folder)
+    os.unlink(name)
+    return file
