@@ -24,7 +24,7 @@ from fastapi.routing import APIRoute
 
 from docs.write_service import server
 from fluxtrain.serve.app import make_app
-from fluxtrain.serve.keys import add_key
+from fluxtrain.serve.keys import SCOPES, add_key
 from fluxtrain.serve.service import Service
 from fluxtrain.serve.settings import ServeSettings
 from fluxtrain.serve.store import Store
@@ -98,9 +98,7 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         chosen = ServeSettings(folder=tmp_path / "service", **settings)
         store = Store(chosen.folder)
         service = Service(store, chosen, trainer=(*FAKE, "train"), program=program)
-        keys = {
-            scope: add_key(store, scope, scope) for scope in ("read", "infer", "train", "admin")
-        }
+        keys = {scope: add_key(store, scope, scope) for scope in SCOPES}
         listener = socket.create_server(("127.0.0.1", port))
         app = make_app(service)
         config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)

@@ -18,8 +18,8 @@ INFERS = {"/v1/chat/completions", "/v1/completions", "/generate"}
 def needed(route: APIRoute) -> str:
     if route.path in INFERS:
         return "infer"
-    if route.path.startswith("/v1/fluxtrain/usage") and "all" in route.path:
-        return "admin"
+    if route.path == "/metrics":
+        return "metrics"
     return "read" if route.methods == {"GET"} else "train"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -21,6 +21,7 @@ keys_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="API ke
 serve_app.add_typer(keys_app, name="keys")
 
 ServeFile = Annotated[Path | None, typer.Option("--config", help="the operator's serve.yaml")]
+Printed = Literal["dockerfile", "compose", "kubernetes", "grafana", "alerts"]
 Folder = Annotated[Path | None, typer.Option("--folder", help="database, files and models")]
 
 
@@ -45,6 +46,10 @@ def serve(  # noqa: PLR0917 - typer reads the options from the signature
     certificate: Annotated[
         Path | None, typer.Option("--certificate", help="PEM file with certificate and key")
     ] = None,
+    printed: Annotated[
+        Printed | None,
+        typer.Option("--print", help="write a file for running or watching the service, and end"),
+    ] = None,
     debug: options.Debug = False,
 ) -> None:
     """Serve fine-tuning jobs and their models to the openai SDK."""
@@ -52,6 +57,11 @@ def serve(  # noqa: PLR0917 - typer reads the options from the signature
         return
     server = _serving()
     settings = _settings(config, folder, cards)
+    if printed is not None:
+        from fluxtrain.serve.deployment import document
+
+        say(document(printed, settings))
+        return
     if host not in ("127.0.0.1", "::1", "localhost") and not (behind_proxy or certificate):
         raise BadInput(
             f"--host {host} would send keys in the clear: name a --certificate, or say that a "
@@ -63,7 +73,9 @@ def serve(  # noqa: PLR0917 - typer reads the options from the signature
 @keys_app.command("add")
 def add(
     name: Annotated[str, typer.Argument(help="whose key it is")],
-    scope: Annotated[str, typer.Option("--scope", help="read, infer, train or admin")] = "train",
+    scope: Annotated[
+        str, typer.Option("--scope", help="metrics, read, infer, train or admin")
+    ] = "train",
     project: Annotated[str, typer.Option("--project", help="whose files and jobs")] = "default",
     config: ServeFile = None,
     folder: Folder = None,

@@ -21,6 +21,7 @@ from fluxtrain.events.events import (
     AnyEvent,
     Done,
     EvaluationFinished,
+    Event,
     Failed,
     Heartbeat,
     Hello,
@@ -160,6 +161,23 @@ def read_end(journal: Path) -> JournalEnd:
         if step is not None and phase is not None:
             break
     return JournalEnd(last, step, phase, ending, done, _newest_evaluation(lines))
+
+
+def newest_events(journal: Path, kinds: tuple[type[Event], ...]) -> dict[type[Event], Event]:
+    """Return the newest event of each kind that a journal's end has; {} without a journal."""
+    tags = {f'{{"event":"{kind.__struct_config__.tag}"'.encode(): kind for kind in kinds}
+    found: dict[type[Event], Event] = {}
+    for limit_bytes in (
+        4 * FRAME_LIMIT_BYTES,
+        TAIL_BYTES,
+    ):  # the first is enough but for long steps
+        for line in tail_lines(journal, limit_bytes):
+            kind = tags.get(line[: line.find(b",")])
+            if kind is not None and kind not in found and (event := _glance(line)) is not None:
+                found[kind] = event
+        if len(found) == len(kinds):
+            break
+    return found
 
 
 def _newest_evaluation(lines: list[bytes]) -> EvaluationFinished | None:

@@ -43,9 +43,15 @@ def storage_error(path: Path, error: OSError, needed_bytes: int | None = None) -
 
 def free_bytes(path: Path) -> int | None:
     """Return how many bytes this user may write on the file system of `path` or its parent."""
+    usage = disk_usage(path)
+    return None if usage is None else usage.free
+
+
+def disk_usage(path: Path) -> shutil._ntuple_diskusage | None:
+    """Return total, used and free bytes of the file system of `path` or its parent."""
     for place in (path, *path.absolute().parents):
         try:
-            return shutil.disk_usage(place).free
+            return shutil.disk_usage(place)
         except OSError:
             continue
     return None

@@ -16,6 +16,7 @@ from fastapi import Depends, FastAPI, Header, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.exceptions import HTTPException
 
 from fluxtrain.errors import EXIT_NO_SPACE, FluxTrainError
@@ -451,6 +452,13 @@ def _add_more(app: FastAPI, service: Service) -> None:
         project = None if caller.may("admin") else caller.project
         rows = store.usage(project, time.time() - days * 86400)
         return {"object": "list", "data": rows}
+
+    @app.get("/metrics", include_in_schema=False)
+    def metrics(caller: Annotated[Caller, Depends(allowed("metrics"))]) -> Response:
+        """Return the metrics for Prometheus: of all projects to keys of the scopes metrics and
+        admin, of the key's own project to others."""
+        project = None if caller.scope in ("metrics", "admin") else caller.project
+        return Response(service.watched.exposition(project), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     @app.get("/health", include_in_schema=False)
     def health() -> dict[str, Any]:

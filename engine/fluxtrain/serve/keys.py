@@ -1,4 +1,4 @@
-"""API keys: made once, kept as digests, each of a project and with one of four scopes."""
+"""API keys: made once, kept as digests, each of a project and with one of five scopes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from fluxtrain.errors import BadInput
 from fluxtrain.serve.store import Store, keys, new_id
 
-Scope = Literal["read", "infer", "train", "admin"]
+Scope = Literal["metrics", "read", "infer", "train", "admin"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)  # each allows what those before it allow
 PREFIX = "sk-flux-"
 

@@ -160,7 +160,7 @@ class Queue:
         self._wake, self._ends = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="queue", daemon=True)
         self._retained_s = -RETAIN_PERIOD_S
-        self.busy = False  # a trainer runs
+        self.running: frozenset[str] = frozenset()  # ids of the jobs whose trainers run
 
     def start(self) -> None:
         """Begin; trainers that an earlier server started are adopted."""
@@ -170,6 +170,16 @@ class Queue:
     def is_alive(self) -> bool:
         """Return whether jobs are looked after."""
         return self._thread.is_alive()
+
+    @property
+    def busy(self) -> bool:
+        """Return whether a trainer runs."""
+        return bool(self.running)
+
+    @property
+    def cards_aside(self) -> frozenset[int]:
+        """Return the cards that failed and get no jobs."""
+        return frozenset(self._bad_cards)
 
     def wake(self) -> None:
         """Look now, as something else is wanted."""
@@ -200,7 +210,7 @@ class Queue:
         if time.monotonic() - self._retained_s > RETAIN_PERIOD_S:
             self._retained_s = time.monotonic()
             delete_old(self._store, self._settings.retention_days)
-        self.busy = bool(running)
+        self.running = frozenset(row["id"] for row in running)
         for row in rows:
             if row in running:
                 continue
@@ -213,6 +223,7 @@ class Queue:
                 if lane is not None and self._has_space(row):
                     self._start(row, lane)
                     running.append({**row, "card": lane})
+                    self.running |= {row["id"]}
 
     # -- running jobs
 

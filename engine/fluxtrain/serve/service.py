@@ -25,6 +25,7 @@ from fluxtrain.events.run_folder.launch import TRAINER
 from fluxtrain.files.atomic import replace_file, storage_error
 from fluxtrain.serve import jobs as job_rows
 from fluxtrain.serve.jobs import JobRequest
+from fluxtrain.serve.metrics import AnswerCounts, Watched
 from fluxtrain.serve.queue import TICK_S, Queue
 from fluxtrain.serve.refusal import Refusal, not_found
 from fluxtrain.serve.registry import (
@@ -61,6 +62,9 @@ class Service:
         self.store, self.settings, self._program = store, settings, program
         self.queue = Queue(store, settings, trainer)
         self.worker = ModelWorker(self._may_answer, partial(checked, store), program)
+        self.watched = Watched(
+            store=store, settings=settings, queue=self.queue, answers=AnswerCounts()
+        )
         self._planning = asyncio.Semaphore(PLANS_AT_ONCE)
         self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
@@ -234,7 +238,8 @@ class Service:
             raise Refusal("this server answers no questions (inference: off)", status=404)
         await run_in_threadpool(self._refuse_over_quota, project)
         opened, folder = await run_in_threadpool(self._opened, project, name)
-        return self.worker.answer(opened, asked, folder)
+        said = self.worker.answer(opened, asked, folder)
+        return self.watched.answers.watched(project, name, said)
 
     def _refuse_over_quota(self, project: str) -> None:
         most = self.settings.quotas.tokens_per_minute
