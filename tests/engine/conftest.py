@@ -36,6 +36,7 @@ from fluxtrain.models.generation import sample_text
 from tests.engine import forked
 from tests.engine.deferred_models import Hold
 from tests.engine.half_models import half_model
+from tests.engine.images import Images
 
 RATES = {"cpu_matmul": 1e11, "adamw": 1e9, "adamw_8bit": 1e9, "host_copy": 1e10}  # of a machine
 VOCABULARY = 320
@@ -119,6 +120,13 @@ def model_folder(
         return folder
 
     return fresh
+
+
+@pytest.fixture(scope="session")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Images:
+    """A tiny image pipeline in its real layout, and pairs of images."""
+    pytest.importorskip("diffusers")
+    return Images(tmp_path_factory.mktemp("images"))
 
 
 # -- small models of seven families, for the streaming engine's tests -----------------------------

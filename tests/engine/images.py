@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from fluxtrain.data.images.demo import draw_pairs
@@ -38,14 +36,3 @@ class Images:
         path = folder / "kontext.yaml"
         path.write_text(yaml.safe_dump(made))
         return path
-
-
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-@pytest.fixture(scope="session")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Images:
-    pytest.importorskip("diffusers")
-    return Images(tmp_path_factory.mktemp("images"))

@@ -14,10 +14,9 @@ from fluxtrain.events import events as ev
 from fluxtrain.models.quiet import quiet_diffusers
 from fluxtrain.train.checkpoint.recovery import locate
 from fluxtrain.train.run import Run, train
-from tests.engine.images import Images, images
+from tests.engine.images import Images
 from tests.engine.runs import losses, run, told
 
-__all__ = ["images"]
 LORA = "pytorch_lora_weights.safetensors"
 
 

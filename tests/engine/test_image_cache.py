@@ -1,0 +1,126 @@
+"""Images and prompts are encoded once: the next start, also after a kill, reads them."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fluxtrain.config.schema import RunConfig, load_config
+from fluxtrain.data.images.pairs import Pair, read_pairs
+from fluxtrain.errors import BadInput
+from fluxtrain.methods.image import encoding
+from fluxtrain.methods.image.adapter import find_layers
+from fluxtrain.methods.image.encoding import Encodings, encode, encodings_of
+from fluxtrain.methods.method import method_of
+from fluxtrain.models.loading import ModelSource
+from fluxtrain.models.pipeline import load_transformer, open_pipeline
+from fluxtrain.train.placing.row_length import with_row_length
+from tests.engine.images import PAIRS, Images
+
+PICTURES, PROMPTS = 2 * PAIRS, 5  # four changes, and the empty prompt
+
+
+def opened(images: Images, folder: Path, pipeline: Path | None = None) -> Encodings:
+    return encodings_of(open_pipeline(str(pipeline or images.pipeline)), "float32", 16, str(folder))
+
+
+def encoded(encodings: Encodings, pairs: tuple[Pair, ...]) -> tuple[int, int]:
+    return encode(encodings, pairs, torch.device("cpu"), lambda _: None)
+
+
+def test_the_second_start_encodes_nothing(images: Images, tmp_path: Path) -> None:
+    pairs = read_pairs(images.data, 64).pairs
+    assert encoded(opened(images, tmp_path), pairs) == (PICTURES, PROMPTS)
+    again = opened(images, tmp_path)
+    assert encoded(again, pairs) == (0, 0)
+    assert again.is_known(pairs[0].image, pairs[0].bucket)
+    assert again.latents(pairs[0].image, pairs[0].bucket).shape == (4, 8, 8)
+    words, pooled = again.prompt("")
+    assert words.shape == (16, 32) and pooled.shape == (32,)
+
+
+def test_a_start_that_was_killed_goes_on_where_it_was(
+    images: Images, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs = read_pairs(images.data, 64).pairs
+    written: list[Path] = []
+
+    def dies(path: Path, content: bytes) -> None:
+        if len(written) == 7:
+            raise KeyboardInterrupt
+        written.append(path)
+        path.write_bytes(content)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(encoding, "write_bytes", dies)
+        encoded(opened(images, tmp_path), pairs)
+    assert encoded(opened(images, tmp_path), pairs) == (PICTURES - 7, PROMPTS)
+
+
+def test_a_changed_image_and_another_vae_are_encoded_anew(images: Images, tmp_path: Path) -> None:
+    data, pipeline, cache = tmp_path / "data", tmp_path / "pipeline", tmp_path / "cache"
+    shutil.copytree(images.data, data)
+    encoded(opened(images, cache), read_pairs(data, 64).pairs)
+    shutil.copy(data / "001-after.png", data / "000-after.png")
+    shutil.copy(data / "001-before.png", data / "000-before.png")
+    (data / "002-after.png").write_bytes((data / "002-before.png").read_bytes() + b"\0")
+    changed = read_pairs(data, 64).pairs
+    assert encoded(opened(images, cache), changed) == (1, 0)
+
+    shutil.copytree(images.pipeline, pipeline)
+    weights = pipeline / "vae" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(weights)
+    tensors["decoder.conv_out.bias"] += 1
+    save_file(tensors, weights)
+    assert encoded(opened(images, cache, pipeline), changed)[0] > PICTURES - 3
+
+
+def test_the_encoders_are_gone_before_the_transformer_comes(images: Images, tmp_path: Path) -> None:
+    config, _ = with_row_length(load_config(images.config(tmp_path, image__cache=str(tmp_path))))
+    found: list[str] = []
+
+    def fits(*_: Any) -> None:
+        found.append("the fit")
+        kinds = {type(one).__name__ for one in gc.get_objects()}
+        found.extend(kinds & {"AutoencoderKL", "CLIPTextModel", "T5EncoderModel"})
+
+    method_of(config).load(config, fits, None, lambda _: None)
+    assert found == ["the fit"]
+
+
+def refused(images: Images, tmp_path: Path, **changes: Any) -> str:
+    config: RunConfig = load_config(images.config(tmp_path, **changes))
+    with pytest.raises(BadInput) as error:
+        with_row_length(config)
+    return str(error.value)
+
+
+def test_a_folder_that_holds_only_the_transformer_is_named(images: Images, tmp_path: Path) -> None:
+    shutil.copytree(images.pipeline / "transformer", tmp_path / "part" / "transformer")
+    assert "lacks vae" in refused(images, tmp_path, model__path=str(tmp_path / "part"))
+    (tmp_path / "part" / "model_index.json").write_text('{"_class_name": "SanaPipeline"}')
+    for path in images.pipeline.iterdir():
+        if path.is_dir():
+            shutil.copytree(path, tmp_path / "part" / path.name, dirs_exist_ok=True)
+    assert "is a SanaPipeline" in refused(images, tmp_path, model__path=str(tmp_path / "part"))
+
+
+def test_settings_of_text_are_refused(images: Images, tmp_path: Path) -> None:
+    assert "data.chat_template" in refused(images, tmp_path, data__chat_template="chatml")
+
+
+def test_the_head_is_no_target(images: Images) -> None:
+    source = ModelSource(path=str(images.pipeline))
+    model = load_transformer(open_pipeline(source.path), source, weightless=True).model
+    with pytest.raises(BadInput, match=r"'proj_out' also names proj_out.*single_transformer"):
+        find_layers(model, ["proj_out"])
+    with pytest.raises(BadInput, match="called 'q_proj'"):
+        find_layers(model, ["q_proj"])
+    assert find_layers(model, ["single_transformer_blocks.0.proj_out"])
+    assert len(find_layers(model, "auto")) == 2 * 12 + 4 * 4
