@@ -9,13 +9,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fluxtrain.config.schema import load_config
+from fluxtrain.config.schema import image_demo_config, load_config
 from fluxtrain.events import events as ev
+from fluxtrain.events.run_folder.removal import contents
 from fluxtrain.models.quiet import quiet_diffusers
 from fluxtrain.train.checkpoint.recovery import locate
 from fluxtrain.train.run import Run, train
 from tests.engine.images import Images
-from tests.engine.runs import losses, run, told
+from tests.engine.runs import losses, of, run, told
+
+Image = pytest.importorskip("PIL.Image")
 
 LORA = "pytorch_lora_weights.safetensors"
 
@@ -28,8 +31,6 @@ def pipeline_of(images: Images, **parts: Any) -> Any:
 
 
 def sample(pipeline: Any, images: Images) -> torch.Tensor:
-    from PIL import Image
-
     pipeline.set_progress_bar_config(disable=True)
     made: torch.Tensor = pipeline(
         image=Image.open(images.data / "000-before.png"), prompt="invert the colors",
@@ -61,6 +62,29 @@ def test_an_adapter_is_the_same_in_a_plain_pipeline_with_twice_its_rank_as_alpha
     assert not torch.equal(found[0], base)
     evaluation = told(tmp_path / "run", ev.EvaluationFinished)[-1]
     assert evaluation.loss < losses_at_start(tmp_path / "run")
+
+
+def test_samples_are_pictures_in_the_run_and_change_no_loss(images: Images, tmp_path: Path) -> None:
+    config = images.config(tmp_path)
+    without = losses(run(config, tmp_path / "without"))
+    made = ["image.samples=1", "image.sample_steps=2", "samples.every=3"]
+    events = run(config, tmp_path / "run", *made)
+    found = of(ev.SampleGenerated, events)
+    assert losses(events) == without
+    assert [sample.step for sample in found] == [0, 3, 6]
+    for sample in found:
+        with Image.open(tmp_path / "run" / sample.path) as picture:
+            assert picture.size == (3 * 64, 64)  # reference, made, target
+    assert not contents(tmp_path / "run").others  # deleting the run deletes them
+
+
+@pytest.mark.slow
+def test_the_demos_held_out_loss_falls_by_a_fifth(tmp_path: Path) -> None:
+    config = image_demo_config(["train.evaluate_every=1", "image.sample_steps=2"])
+    train(config, locate(None, tmp_path / "run", config))
+    found = told(tmp_path / "run", ev.EvaluationFinished)
+    assert found[-1].loss < 0.8 * found[0].loss
+    assert len(list((tmp_path / "run" / "samples").glob("*.png"))) == 2 * 4
 
 
 def losses_at_start(run_dir: Path) -> float:

@@ -34,10 +34,14 @@ def overrides_of(sets: list[str] | None, steps: int | None, device: str | None) 
 def chosen_config(path: Path | None, demo: bool, overrides: list[str]) -> RunConfig | None:
     """Read the configuration that a command names; None where it names none."""
     from fluxtrain.commands.paths import refuse_missing_paths
-    from fluxtrain.config.schema import config_of, demo_config, load_config
+    from fluxtrain.config.schema import config_of, demo_config, image_demo_config, load_config
 
+    if demo and str(path) == OF_IMAGES:
+        return image_demo_config(overrides)
     if demo and path is not None:
-        raise BadInput(f"--demo and {path} were both given: leave one out")
+        raise BadInput(
+            f"--demo and {path} were both given: leave one out (--demo {OF_IMAGES} edits images)"
+        )
     unnamed = demo_config if demo else config_of
     chosen = load_config(path, overrides) if path is not None else unnamed(overrides)
     if chosen is not None:
@@ -57,7 +61,14 @@ def nothing_named(verb: str, overrides: list[str]) -> BadInput:
 
 
 Config = Annotated[Path | None, typer.Argument(metavar="[CONFIG.yaml]", help="a YAML file")]
-Demo = Annotated[bool, typer.Option("--demo", help="a small model on text that every Python has")]
+OF_IMAGES = "image-edit"  # stands where a configuration would, behind --demo
+Demo = Annotated[
+    bool,
+    typer.Option(
+        "--demo",
+        help="a small model on text that every Python has; `--demo image-edit`: on drawn images",
+    ),
+]
 Sets = Annotated[
     list[str] | None,
     typer.Option(

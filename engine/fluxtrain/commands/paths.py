@@ -13,7 +13,7 @@ from pathlib import Path
 from fluxtrain.config.data_settings import DataEntry, DataPath
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.errors import BadInput, brief
-from fluxtrain.models.model_files import is_local
+from fluxtrain.models.model_files import IMAGE_DEMO, is_local
 
 DEMO = "demo"
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://", re.I)
@@ -35,7 +35,8 @@ def _missing(config: RunConfig) -> Iterator[str]:
         ("data.held_out_path", config.data.held_out_path),
     ):
         for address in addresses(path):
-            if (address == DEMO and key == "data.path") or is_address(address):
+            made = address in (DEMO, IMAGE_DEMO) and key == "data.path"
+            if made or is_address(address):
                 continue
             if not _exists(address) and not glob.has_magic(address):
                 yield _told(address, key)

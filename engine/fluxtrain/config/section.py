@@ -96,3 +96,9 @@ class SampleSettings(Section):
         description="chat: a prompt is a user's words in the model's chat template; text: it is "
         "continued as it is; auto is chat where the model has a template and learns conversations",
     )
+
+    def are_due(self, step: int, total_steps: int, *, evaluated: bool) -> bool:
+        """Return whether samples are made after `step`: after the last one, too."""
+        if self.every == "evaluation":
+            return evaluated
+        return step >= total_steps or step % self.every == 0

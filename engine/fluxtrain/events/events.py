@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 SCHEMA_MAJOR = 1
-SCHEMA_MINOR = 0
+SCHEMA_MINOR = 1
 SCHEMA = f"{SCHEMA_MAJOR}.{SCHEMA_MINOR}"
 FRAME_LIMIT_BYTES = 4096  # PIPE_BUF on Linux: a larger write to a pipe can tear
 
@@ -346,6 +346,7 @@ class SampleGenerated(Event, frozen=True, kw_only=True, tag="sample"):
     tokens: int | None = None  # of the answer
     ended: str = ""  # why the answer ended: end, length, context
     seconds: float | None = None  # for all `count`
+    path: str = ""  # of a picture, within the run's folder (since schema 1.1)
 
 
 class AdviceGiven(Event, frozen=True, kw_only=True, tag="advice"):

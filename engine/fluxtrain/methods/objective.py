@@ -15,6 +15,9 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from fluxtrain.events.emitter import Announcer
     from fluxtrain.events.events import ChoiceMade, SampleFit
 
 Part = Literal["trained", "held_out"]
@@ -99,6 +102,17 @@ class SamplePrompt:
     talks: bool  # the data are conversations, and `text` is a user's words
 
 
+class Sampler(Protocol):
+    """Shows what the model makes of fixed inputs, between two steps."""
+
+    def is_due(self, step: int, total_steps: int, *, evaluated: bool) -> bool:
+        """Return whether samples are made after `step`."""
+
+    def write(self, step: int, stopped: Callable[[], bool]) -> None:
+        """Make all samples with the weights after `step`, and report them; what goes wrong is a
+        warning."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Task(ABC, Generic[B]):
     """The whole training task: the objective, and every batch."""
@@ -109,6 +123,9 @@ class Task(ABC, Generic[B]):
     uneven: bool  # some rows may take more memory than typical ones: `fullest` returns them
     ends: Sequence[int]  # tokens at which answers and generation end; none without text
     prompt: SamplePrompt | None  # that the trained model continues at the end
+    # made of the wrapped model, its device, and the run's announcer and folder; None: answers to
+    # samples.prompts
+    sampler: Callable[[nn.Module, torch.device, Announcer, Path], Sampler] | None = None
 
     @abstractmethod
     def notes(self, part: Part) -> Sequence[str]:

@@ -7,27 +7,48 @@ all else starts from random weights.
 from __future__ import annotations
 
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from fluxtrain.data.images.demo import SIDE, draw_pairs
+from fluxtrain.data.images.pictures import cropped
+from fluxtrain.files.atomic import replace_folder
+from fluxtrain.files.cache import cache_root
 from fluxtrain.models.quiet import quiet_diffusers
 
+VERSION = 1  # raise it when the demo becomes another one
+VAE_STEPS = 120
 WIDTH = 32  # of the text encoders
 LATENTS = 4  # channels
 _WORDS = ("invert", "the", "colors", "draw", "a", "circle", "make", "it", "red", "mirror", "image")
+
+
+def demo_folder() -> Path:
+    """Return the folder with the demo's `pipeline` and `data`, made in the cache where it is not
+    there yet, in about a minute."""
+    folder = cache_root() / f"demo-image-edit-{VERSION}"
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        replace_folder(folder, _make)
+    return folder
+
+
+def _make(folder: Path) -> None:
+    draw_pairs(folder / "data")
+    drawn = [cropped(path, (SIDE, SIDE)) for path in sorted((folder / "data").glob("*.png"))]
+    images = torch.from_numpy(np.stack(drawn)).permute(0, 3, 1, 2) / 127.5 - 1
+    write_demo_pipeline(folder / "pipeline", images, VAE_STEPS)
 
 
 def write_demo_pipeline(
     folder: Path,
     images: Tensor | None = None,
     steps: int = 0,
-    tell: Callable[[str], None] = lambda _: None,
-    *,
-    dtype: torch.dtype = torch.float32,
 ) -> None:
     """Write a pipeline of random weights to `folder`, the same each time.
 
@@ -39,17 +60,17 @@ def write_demo_pipeline(
         torch.manual_seed(0)
         vae = _vae()
         if images is not None and steps:
-            _train(vae, images, steps, tell)
+            _train(vae, images, steps)
         clip, clip_tokens = _clip()
         t5, t5_tokens = _t5()
         parts: dict[str, Any] = {
             "scheduler": FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
-            "vae": vae.to(dtype),
-            "text_encoder": clip.to(dtype),
+            "vae": vae,
+            "text_encoder": clip,
             "tokenizer": clip_tokens,
-            "text_encoder_2": t5.to(dtype),
+            "text_encoder_2": t5,
             "tokenizer_2": t5_tokens,
-            "transformer": _transformer().to(dtype),
+            "transformer": _transformer(),
         }
         FluxKontextPipeline(**parts).save_pretrained(folder)
 
@@ -75,13 +96,11 @@ def _vae() -> Any:
     )  # fmt: skip
 
 
-def _train(vae: Any, images: Tensor, steps: int, tell: Callable[[str], None]) -> None:
+def _train(vae: Any, images: Tensor, steps: int) -> None:
     """Teach the VAE to give images back, and scale its latents to a mean of 0 and a variance
     of 1, which the noise has."""
     optimizer = torch.optim.AdamW(vae.parameters(), lr=3e-3)
-    for step in range(steps):
-        if step % 20 == 0:
-            tell(f"the demo's VAE, step {step} of {steps}")
+    for _ in range(steps):
         batch = images[torch.randint(len(images), (8,))]
         latents = vae.encode(batch).latent_dist.mode()
         loss = (vae.decode(latents).sample - batch).square().mean() + 1e-4 * latents.square().mean()

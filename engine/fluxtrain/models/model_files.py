@@ -25,6 +25,7 @@ from fluxtrain.files.opening import read_plain, refuse_foreign
 from fluxtrain.units import bytes_text
 
 HEADER_LIMIT_BYTES = 100_000_000  # the safetensors library refuses longer ones too
+IMAGE_DEMO = "demo-image-edit"  # a pipeline and pairs that are made when they are first used
 PIPELINE_INDEX = "model_index.json"  # of diffusers
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
@@ -78,6 +79,8 @@ def is_local(path: str) -> bool:
 
 def is_pipeline(path: str) -> bool:
     """Return whether a model's path is a folder of an image pipeline, or of a part of one."""
+    if path == IMAGE_DEMO:
+        return True
     folder = Path(path).expanduser()
     parts = (PIPELINE_INDEX, "transformer/config.json")
     return not (folder / "config.json").exists() and any((folder / p).is_file() for p in parts)

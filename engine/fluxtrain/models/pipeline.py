@@ -20,9 +20,10 @@ from torch import nn
 from fluxtrain.errors import BadInput, Disagrees
 from fluxtrain.files.atomic import read_json
 from fluxtrain.models.copies import Copied
+from fluxtrain.models.demo_pipeline import demo_folder
 from fluxtrain.models.export import save_folder
 from fluxtrain.models.loading import ModelSource, check_finite
-from fluxtrain.models.model_files import PIPELINE_INDEX, safetensors_header
+from fluxtrain.models.model_files import IMAGE_DEMO, PIPELINE_INDEX, safetensors_header
 from fluxtrain.models.precision import Precision, choose_dtype
 from fluxtrain.models.quiet import quiet_diffusers
 
@@ -56,6 +57,9 @@ class Transformer:
 def open_pipeline(path: str) -> PipelineFolder:
     """Check the parts of a pipeline. Raises BadInput naming what is missing, with the cure."""
     folder = Path(path).expanduser()
+    if path == IMAGE_DEMO:
+        _diffusers()
+        folder = demo_folder() / "pipeline"
     missing = [name for name in PARTS if not (folder / name).is_dir()]
     if not (folder / PIPELINE_INDEX).is_file() or missing:
         lacks = ", ".join([*missing] or [PIPELINE_INDEX])

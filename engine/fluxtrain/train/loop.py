@@ -17,7 +17,7 @@ from fluxtrain.errors import Diverged, DoesNotFit, FluxTrainError, Interrupted
 from fluxtrain.events.emitter import Announcer
 from fluxtrain.events.events import RunPhase, StepFinished
 from fluxtrain.methods.engine import TrainingEngine
-from fluxtrain.methods.objective import B, BoundTask
+from fluxtrain.methods.objective import B, BoundTask, Sampler
 from fluxtrain.methods.optimizer import Optimizer, set_learning_rate
 from fluxtrain.train.checkpoint.randomness import random_state, restore_random_state
 from fluxtrain.train.checkpoint.run_state import RunState
@@ -27,7 +27,6 @@ from fluxtrain.train.live.changes import LiveChanges
 from fluxtrain.train.live.out_of_memory import gpu_of, out_of_memory
 from fluxtrain.train.observe.step_clock import RecentSteps, StepClock
 from fluxtrain.train.requests import Requests
-from fluxtrain.train.samples import Samples
 from fluxtrain.train.step_outcome import Computed, QueuedStep, Refusals
 
 
@@ -41,7 +40,7 @@ class LoopSettings:
     learning_rate_at: Callable[[int], float]  # of step 0, 1, ...
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
     keeps_best: bool = False  # a checkpoint follows each evaluation that is the best so far
-    samples: Samples | None = None
+    samples: Sampler | None = None
 
 
 class TrainingLoop(Generic[B]):

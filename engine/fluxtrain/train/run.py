@@ -23,7 +23,7 @@ from fluxtrain.machine.failures import first_line
 from fluxtrain.machine.machine import read_machine
 from fluxtrain.measure.peaks import measured_peaks
 from fluxtrain.methods.method import method_of, usual_rate
-from fluxtrain.methods.objective import BoundTask, Task
+from fluxtrain.methods.objective import BoundTask, Sampler, Task
 from fluxtrain.methods.optimizer import Optimizer, make_optimizer
 from fluxtrain.models.beside import set_of_training
 from fluxtrain.models.generation import sample_text
@@ -394,8 +394,12 @@ class Run:
             samples=self._samples(),
         )
 
-    def _samples(self) -> Samples | None:
-        """Return what answers the run's prompts; None: it has none."""
+    def _samples(self) -> Sampler | None:
+        """Return what makes the run's samples; None: it has no prompts."""
+        session, sampler = self._session, self._inputs.task.sampler
+        if sampler is not None:
+            device = self.engine.device.torch_device
+            return sampler(self.model, device, session.announcer, session.run_dir.path)
         settings = self._config.samples
         prompts = prompts_of(settings)
         if not prompts:

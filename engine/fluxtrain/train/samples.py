@@ -103,11 +103,8 @@ class Samples:
 
     def is_due(self, step: int, total_steps: int, *, evaluated: bool) -> bool:
         """Return whether prompts are answered after `step`: after the last one, too."""
-        if not self._prompts:
-            return False
-        if self._settings.every == "evaluation":
-            return evaluated
-        return step >= total_steps or step % self._settings.every == 0
+        settings = self._settings
+        return bool(self._prompts) and settings.are_due(step, total_steps, evaluated=evaluated)
 
     def write(self, step: int, stopped: Callable[[], bool]) -> None:
         """Answer all prompts with the weights after `step`, and report them.

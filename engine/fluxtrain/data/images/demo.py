@@ -11,7 +11,7 @@ from typing import Any
 from fluxtrain.data.images.pictures import pillow
 
 SIDE = 64  # pixels
-PAIRS = 200
+PAIRS = 120
 _COLOURS = ("navy", "teal", "olive", "maroon", "orange", "purple", "gray", "green")
 
 

@@ -21,6 +21,7 @@ from fluxtrain.files.folders import MARK
 from fluxtrain.files.opening import is_plain_folder, kind_of, refuse_odd
 
 TRACKERS = ("trackers", "tensorboard", "wandb")  # folders that trackers make
+SAMPLES = "samples"  # a folder: pictures that were made between steps
 KEPT_MODEL = "kept-from-model"
 KEPT = "kept-from-run"  # holds what others put in the place of a run's own
 # Says of a name and its facts: not the run's own; its own file; a folder, with the rule within it.
@@ -38,6 +39,7 @@ _OF_MODEL = re.compile(
 _OF_TRACKERS = re.compile(
     r"(tensorboard|wandb|mlflow|trackio)\.json|events\.out\.tfevents\.\d+\..+"
 )
+_OF_SAMPLES = re.compile(r"step-\d{8,}-\d+\.png")
 _UNFINISHED_MODEL = re.compile(r"\.model-(?P<old>old-)?[a-z0-9_]{8}")
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -165,6 +167,11 @@ def of_checkpoint(name: str, facts: os.stat_result) -> Rule | bool:
 def of_trackers(name: str, facts: os.stat_result) -> Rule | bool:
     """Apply the rule of the trackers' folders and of TensorBoard's events."""
     return stat.S_ISREG(facts.st_mode) and _OF_TRACKERS.fullmatch(name) is not None
+
+
+def of_samples(name: str, facts: os.stat_result) -> Rule | bool:
+    """Apply the rule of the folder `samples`."""
+    return stat.S_ISREG(facts.st_mode) and _OF_SAMPLES.fullmatch(name) is not None
 
 
 def of_model(listed: Mapping[str, int] | None) -> Rule:

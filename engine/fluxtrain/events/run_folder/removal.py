@@ -13,11 +13,13 @@ from pathlib import Path
 from fluxtrain.errors import BadInput
 from fluxtrain.events.printable import printable
 from fluxtrain.events.run_folder.own_files import (
+    SAMPLES,
     Rule,
     Visited,
     model_files,
     of_checkpoints,
     of_model,
+    of_samples,
     of_trackers,
     of_unfinished_model,
     open_folder,
@@ -106,6 +108,8 @@ def _rule_of_folder(name: str, listed: Mapping[str, int] | None) -> Rule | bool:
         return of_model(listed)
     if name in ("trackers", "tensorboard"):
         return of_trackers
+    if name == SAMPLES:
+        return of_samples
     return of_unfinished_model(name, listed)
 
 

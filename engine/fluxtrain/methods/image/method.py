@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from fluxtrain.errors import BadInput
 from fluxtrain.events.events import ChoiceMade
 from fluxtrain.methods.image.encoding import Encodings, encode, encodings_of
 from fluxtrain.methods.image.flow import FlowMatching
+from fluxtrain.methods.image.sampling import PairSamples
 from fluxtrain.methods.image.task import ImageTask, is_uneven, row_tokens, split_pairs
 from fluxtrain.methods.trained_on import TrainedOn
 from fluxtrain.models.copies import Copied
+from fluxtrain.models.demo_pipeline import demo_folder
 from fluxtrain.models.loading import LoadedModel, ModelSource
-from fluxtrain.models.model_files import base_key
+from fluxtrain.models.model_files import IMAGE_DEMO, base_key
 from fluxtrain.models.pipeline import (
     PipelineFolder,
     load_transformer,
@@ -128,6 +131,7 @@ class _ImageMethod:
             accumulation=config.train.accumulation,
             seed=config.data.seed,
             told=pairs.notes,
+            sampler=partial(PairSamples, config, apart, loaded.encodings),
         )
 
     def row_facts(self, config: RunConfig, model: Any) -> RowFacts:
@@ -223,6 +227,10 @@ def read_data(config: RunConfig, encodings: Encodings | None = None) -> tuple[Pa
         raise BadInput(
             f"data.{', data.'.join(text)} are of text, and the data are images: leave them out"
         )
+    if config.samples.prompts:
+        raise BadInput(
+            "samples.prompts are of text: images are made for image.samples held-out pairs"
+        )
     read = [
         None if path is None else _read(path, config, encodings)
         for path in (data.path, data.held_out_path)
@@ -234,8 +242,9 @@ def read_data(config: RunConfig, encodings: Encodings | None = None) -> tuple[Pa
 def _read(path: Any, config: RunConfig, encodings: Encodings | None) -> Pairs:
     if not isinstance(path, str):
         raise BadInput("data.path of images is one file or folder: name one")
+    place = demo_folder() / "data" if path == IMAGE_DEMO else Path(path).expanduser()
     return read_pairs(
-        Path(path).expanduser(), config.image.size, most_bad=config.data.max_bad_rows,
+        place, config.image.size, most_bad=config.data.max_bad_rows,
         is_known=encodings.is_known if encodings else lambda *_: True,
     )  # fmt: skip
 

@@ -1,0 +1,223 @@
+"""Makes images with the pipeline's own sampler, through a transformer that may stream.
+
+What a training learns from is encoded already, so that sampling needs no text encoder, and the VAE
+only to turn latents into pixels.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fluxtrain.config.schema import RunConfig
+from fluxtrain.data.images.buckets import Bucket
+from fluxtrain.data.images.pairs import Pair
+from fluxtrain.data.images.pictures import cropped
+from fluxtrain.errors import Interrupted, is_panic
+from fluxtrain.events.emitter import Announcer
+from fluxtrain.events.events import SampleGenerated
+from fluxtrain.events.run_folder.own_files import SAMPLES
+from fluxtrain.files.atomic import whole_file
+from fluxtrain.machine.failures import first_line
+from fluxtrain.methods.image.encoding import Encodings, load_vae
+from fluxtrain.methods.image.flow import packed, positions
+from fluxtrain.models.pipeline import PipelineFolder
+from fluxtrain.models.quiet import quiet_diffusers
+
+SEED = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What an image is made from."""
+
+    references: Tensor  # latents, (R, C, h, w); R may be 0
+    words: Tensor  # T5's encoding of the prompt, (T, width)
+    pooled: Tensor  # CLIP's, (width,)
+    bucket: Bucket
+    steps: int
+    guidance: float
+    seed: int = SEED
+
+
+def sampled(
+    model: nn.Module,
+    pipeline: PipelineFolder,
+    request: Request,
+    device: torch.device,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Tensor:
+    """Make the latents of an image with `model`, which computes on `device`: (1, C, h, w).
+
+    Where `stopped` comes true, what is there then is returned.
+    """
+    width, height = request.bucket
+
+    def look(made: Any, _step: int, _time: Any, values: dict[str, Any]) -> dict[str, Any]:
+        made._interrupt = stopped()
+        return values
+
+    with quiet_diffusers(), torch.no_grad():
+        made = _sampler(model, pipeline, request, device)
+        tokens: Tensor = made(
+            image=request.references[:1] if len(request.references) else None,
+            prompt_embeds=request.words[None].to(device),
+            pooled_prompt_embeds=request.pooled[None].to(device),
+            height=height, width=width, max_area=height * width, _auto_resize=False,
+            num_inference_steps=request.steps, guidance_scale=request.guidance,
+            generator=torch.Generator().manual_seed(request.seed),
+            max_sequence_length=len(request.words), output_type="latent",
+            callback_on_step_end=look,
+        ).images  # fmt: skip
+        return made._unpack_latents(tokens, height, width, made.vae_scale_factor)  # type: ignore[no-any-return]
+
+
+def _sampler(
+    model: nn.Module, pipeline: PipelineFolder, request: Request, device: torch.device
+) -> Any:
+    """Return the pipeline with `model` as its transformer and nothing else but the scheduler."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, FluxKontextPipeline
+
+    class Sampler(FluxKontextPipeline):  # type: ignore[misc]
+        @property
+        def _execution_device(self) -> torch.device:
+            return device  # weights may live on the host
+
+        def prepare_latents(self, image: Any, *rest: Any) -> Any:
+            latents, images, ids, image_ids = super().prepare_latents(image, *rest)
+            further = request.references[1:].to(latents)
+            if len(further):
+                images = torch.cat([images, *(packed(one[None]) for one in further)], dim=1)
+                _, _, rows, columns = further.shape
+                every = positions(rows, columns, len(request.references) + 1).to(ids)
+                image_ids = every[every[:, 0] > 0]
+            return latents, images, ids, image_ids
+
+    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(pipeline.folder / "scheduler")
+    made = Sampler(
+        scheduler=scheduler, vae=None, text_encoder=None, tokenizer=None, text_encoder_2=None,
+        tokenizer_2=None, transformer=model,
+    )  # fmt: skip
+    known: Any = model
+    made.latent_channels = known.config.in_channels // 4
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+def pixels_of(vae: Any, latents: Tensor, device: torch.device) -> Any:
+    """Decode latents (1, C, h, w) to a Pillow image, on the host where `device` has no memory."""
+    from PIL import Image
+
+    scaled = latents / vae.config.scaling_factor + vae.config.shift_factor
+    for place in dict.fromkeys((device, torch.device("cpu"))):
+        try:
+            with torch.no_grad():
+                decoded = vae.to(place).decode(scaled.to(place, vae.dtype)).sample[0]
+            break
+        except torch.OutOfMemoryError:
+            if place.type == "cpu":
+                raise
+        finally:
+            vae.to("cpu")
+    shown = ((decoded.float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
+    return Image.fromarray(shown.permute(1, 2, 0).cpu().numpy())
+
+
+class PairSamples:
+    """Makes images for the same held-out pairs whenever it is asked: PNG files in the run's folder
+    that show reference, made image and target side by side."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        pairs: Sequence[Pair],
+        encodings: Encodings,
+        model: nn.Module,
+        device: torch.device,
+        announcer: Announcer,
+        run_dir: Path,
+    ) -> None:
+        self._settings, self._image = config.samples, config.image
+        self._pairs = list(pairs[: config.image.samples])
+        self._encodings, self._model, self._device = encodings, model, device
+        self._announcer, self._run_dir = announcer, run_dir
+        self._vae: Any = None
+
+    def is_due(self, step: int, total_steps: int, *, evaluated: bool) -> bool:
+        """Return whether images are made after `step`."""
+        return bool(self._pairs) and self._settings.are_due(step, total_steps, evaluated=evaluated)
+
+    def write(self, step: int, stopped: Callable[[], bool]) -> None:
+        """Make an image for each pair with the weights after `step`, and report its file.
+
+        Pending updates must be flushed before. What goes wrong ends the samples, with a warning,
+        and not the training.
+        """
+        was_training = self._model.training
+        self._model.eval()
+        started_s, count = time.perf_counter(), len(self._pairs)
+        try:
+            for number, pair in enumerate(self._pairs, 1):
+                path = f"{SAMPLES}/step-{step:08}-{number}.png"
+                self._make(pair, number, self._run_dir / path, stopped)
+                if stopped():
+                    return
+                self._announcer.emit(
+                    SampleGenerated(
+                        step=step, prompt=pair.prompt, text=path, number=number, count=count,
+                        ended="end", seconds=time.perf_counter() - started_s, path=path,
+                    )
+                )  # fmt: skip
+        except BaseException as error:
+            fails = isinstance(error, Exception) and not isinstance(error, Interrupted)
+            if not fails and not is_panic(error):
+                raise
+            told = f"no more samples are made, the training goes on: {first_line(error)}"
+            self._announcer.warn(told)
+            self._pairs = []
+        finally:
+            self._model.train(was_training)
+
+    def _make(self, pair: Pair, number: int, path: Path, stopped: Callable[[], bool]) -> None:
+        encodings, image = self._encodings, self._image
+        words, pooled = encodings.prompt(pair.prompt)
+        latents = [encodings.latents(one, pair.bucket) for one in pair.references]
+        request = Request(
+            references=torch.stack(latents) if latents else torch.empty(0),
+            words=words, pooled=pooled, bucket=pair.bucket, steps=image.sample_steps,
+            guidance=image.sample_guidance, seed=SEED + number,
+        )  # fmt: skip
+        made = sampled(self._model, encodings.pipeline, request, self._device, stopped)
+        if stopped():
+            return
+        if self._vae is None:
+            self._vae = load_vae(encodings.pipeline, encodings.dtype)
+        shown = pixels_of(self._vae, made, self._device)
+        save_png(beside(pair, shown), path)
+
+
+def beside(pair: Pair, made: Any) -> Any:
+    """Return one picture of a pair's first reference, the made image and the target."""
+    from PIL import Image
+
+    around = [*pair.references[:1], pair.image]
+    panels = [Image.fromarray(cropped(one.path, pair.bucket)) for one in around]
+    panels.insert(len(panels) - 1, made)
+    width, height = pair.bucket
+    whole = Image.new("RGB", (width * len(panels), height))
+    for place, panel in enumerate(panels):
+        whole.paste(panel, (place * width, 0))
+    return whole
+
+
+def save_png(picture: Any, path: Path) -> None:
+    """Write a picture, with its folder. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as file:
+        picture.save(file, format="PNG")
