@@ -203,7 +203,7 @@ def test_file_systems_without_direct_io_or_unnamed_files_are_used(
         return real(path, flags, *rest, **more)
 
     monkeypatch.setattr(os, "open", named_only)
-    monkeypatch.setattr(spill, "set_direct", lambda _: direct)
+    monkeypatch.setattr(spill, "set_direct", lambda *_, **__: direct)
     made = Spill(tmp_path)
     record = made.record(RECORD_BYTES)
     made.write(record, 100, torch.arange(200, dtype=torch.uint8))

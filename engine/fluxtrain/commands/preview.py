@@ -32,7 +32,7 @@ from fluxtrain.models.loading import ModelSource, open_empty
 from fluxtrain.plan.facts import Capacity, ModelFacts
 from fluxtrain.plan.machine_file import PlannedMachine
 from fluxtrain.plan.placement import Placement
-from fluxtrain.plan.reasons import WEIGHTS_ON_DISK
+from fluxtrain.plan.reasons import ON_DISK
 from fluxtrain.train.inputs import DEMO
 from fluxtrain.train.placing.forecast import (
     card_lines,
@@ -48,6 +48,7 @@ from fluxtrain.train.placing.placing import (
     dtype_choice,
     model_facts_for,
     optimizer_in_backward,
+    within_host,
 )
 from fluxtrain.train.placing.preflight import (
     disk_room,
@@ -94,6 +95,7 @@ def preview(
         )  # fmt: skip
     facts = constants.applied(facts)
     rows, read = _rows_and_form(config, first, packs=takes_positions(model))
+    disk = elsewhere.disk if elsewhere else disk_room(run_dir or runs_root())
     placement = decide(
         config, facts, machine, device.value,
         batch_rows=asked_rows,
@@ -101,10 +103,11 @@ def preview(
         capacity=capacity,
         elsewhere=elsewhere.cards if elsewhere and device.value == "cuda" else None,
         constants=constants,
+        runs_in=disk.path,
     )  # fmt: skip
     where = capacity or capacity_of(machine, device.value)
-    disk = elsewhere.disk if elsewhere else disk_room(run_dir or runs_root())
     refuse_what_does_not_fit(config, facts, placement, copied, where.host_available_bytes, disk)
+    where = within_host(where, config)
     schedule = choose_schedule(
         config.train,
         steps_per_epoch=max(1, -(-rows // (placement.batch_rows * config.train.accumulation))),
@@ -238,7 +241,7 @@ def table(plan: PlanAnswer, *, whole: bool = False) -> str:
         f"host memory {_of(plan.host_bytes, plan.host_limit_bytes)}, {plan.steps_text}",
         *card_lines(plan.cards, plan.left_out, model.blocks),
         *plan_lines(plan),
-        *(f"{c.name}: {c.value}: {c.because}" for c in plan.choices if c.name == WEIGHTS_ON_DISK),
+        *(f"{c.name}: {c.value}: {c.because}" for c in plan.choices if c.name in ON_DISK),
         *plan.notes,
         "",
     ]

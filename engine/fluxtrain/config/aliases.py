@@ -81,6 +81,9 @@ _KEYS: dict[str, str] = {
     "placement.offload": "fsdp deepspeed cpu_offload offload_optimizer offload_param "
     "fsdp_cpu_offload device_map zero_stage low_cpu_mem_usage",
     "placement.budget_gib": "max_memory gpu_memory_limit max_memory_mb gpu_memory_limit_gib",
+    "placement.host_gib": "cpu_memory_limit max_cpu_memory cpu_mem_limit host_memory_limit",
+    "placement.disk": "offload_to_disk disk_offload nvme_offload",
+    "placement.disk_path": "nvme_path offload_folder offload_dir nvme_offload_dir swap_dir",
     "placement.device": "device_type use_cpu no_cuda accelerator",
     "parallel.cards": "num_gpus n_gpus gpus gpu_ids num_processes nproc_per_node world_size "
     "n_gpu devices num_devices gpus_per_node device_ids cuda_devices "

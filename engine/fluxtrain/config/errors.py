@@ -19,6 +19,7 @@ _CURES = {
     "train.checkpoint_every": "use `end` to save only once, after the last step",
     "train.betas": "as in [0.9, 0.999]",
     "placement.budget_gib": "leave it out to use all memory",
+    "placement.host_gib": "leave it out to use all memory",
     "parallel.cards": "a number of cards, or a list such as [0, 1]",
     "parallel.dealing": "numbers of blocks are a list such as [20, 16]",
 }

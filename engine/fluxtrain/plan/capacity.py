@@ -31,10 +31,13 @@ class CardCapacity:
 
 @dataclass(frozen=True, kw_only=True)
 class DiskHome:
-    """The folder of files that frozen weights may live in where the host cannot hold them."""
+    """The folder of files that frozen weights, or optimizer states, may live in where the host
+    cannot hold them."""
 
     folder: str
     read_bytes_per_s: float | None = None  # None: not measured
+    write_bytes_per_s: float | None = None
+    total_bytes: int | None = None  # of its file system
     unusable: str = ""  # why it cannot be used, in words with the cure
     on_network: bool = False
 

@@ -100,12 +100,13 @@ def place(
     rates: CardsRates | Rates | None = None,
     share: float = 1.0,
     disk: DiskHome | None = None,
+    spill: DiskHome | None = None,
 ) -> Placement:
     """Decide for all cards of a machine, or for the only one that is known.
 
     `rates` are of the cards in the order of `capacities`; None leaves all to the rule. `share` of
     each card's memory may be taken above the least that runs. `disk` is where frozen weights live
-    that the host cannot hold; None: nowhere.
+    that the host cannot hold, `spill` where optimizer states do; None: nowhere.
 
     Raises BadInput for cards or numbers of blocks that cannot be, DoesNotFit where nothing fits.
     """
@@ -118,10 +119,14 @@ def place(
         card = CardCapacity(index=0, free_bytes=capacities.device_free_bytes)
         host_bytes = capacities.host_available_bytes
         capacities = CardsCapacity(cards=(card,), host_available_bytes=host_bytes)
+    if (most := request.host_bytes) is not None:
+        known_bytes = capacities.host_available_bytes
+        host_bytes = most if known_bytes is None else min(most, known_bytes)
+        capacities = replace(capacities, host_available_bytes=host_bytes)
     if isinstance(rates, Rates):
         rates = CardsRates(cards=(rates,))
     known = rates if facts.row is not None and capacities.has_gpu else None
-    return _Chooser(facts, capacities, known, request, parallel, share, disk).placement()
+    return _Chooser(facts, capacities, known, request, parallel, share, disk, spill).placement()
 
 
 @dataclass(frozen=True)
@@ -133,6 +138,7 @@ class _Chooser:
     parallel: ParallelRequest
     share: float
     disk: DiskHome | None
+    spill: DiskHome | None
 
     def placement(self) -> Placement:
         """Return the fastest placement that is worth its cards."""
@@ -166,6 +172,7 @@ class _Chooser:
             layout=best.layout,
             need=_need(best),
             cards=cards,
+            spill_folder=self.spill.folder if self.spill and best.layout.disk_states else "",
             choices=choices_of(*asked, options, best),
             left_out=cards_left_out(self.parallel, self.capacities, options, best),
             head_dealing=best.head_dealing,
@@ -326,6 +333,7 @@ class _Chooser:
             dealing,
             near,
             self.disk,
+            self.spill,
         )
 
     def fastest(
@@ -456,6 +464,7 @@ def _layout_of(dealt: Assignment, cards: Sequence[CardLayout], request: RunReque
         device_groups=sum(row.weights == "device" for row in rows),
         resident_blocks=sum(row.resident and row.kind == "block" for row in rows),
         disk_groups=sum(row.weights == "disk" for row in rows),
+        disk_states=sum(row.state == "disk" for row in rows),
         blocks_without_recompute=sum(kept_count(one.facts, one.layout) for one in cards),
         activations="host" if away else "device",
         activations_on_device=sum(layout.activations_on_device for layout in away),
@@ -510,6 +519,7 @@ class _CardSearch:
     head_dealing: HeadDealing = "one_card"
     near: Option | None = None  # that was found with other rows
     disk: DiskHome | None = None
+    spill: DiskHome | None = None
 
     @property
     def alone(self) -> Search:
@@ -534,23 +544,20 @@ class _CardSearch:
     def placed(self, dealt: Assignment) -> tuple[CardLayout, ...]:
         """Place every card's share. Raises DoesNotFit with the card, the numbers and the cure."""
         found = [self._place(dealt, card, self.host_available_bytes) for card in self._every]
-        if self._host_holds(found):
+        limit = found[0].search.limits.host_bytes
+        if limit is None or sum(one.need.host_bytes for one in found) <= limit:
             return tuple(found)
-        return self._within_host(dealt, found)
+        return self._within_host(dealt, found, limit)
 
     @property
     def _every(self) -> range:
         return range(len(self.cards))
 
-    def _host_holds(self, found: Sequence[CardLayout]) -> bool:
-        limit = found[0].search.limits.host_bytes
-        return limit is None or sum(one.need.host_bytes for one in found) <= limit
-
     def _within_host(
-        self, dealt: Assignment, wanted: Sequence[CardLayout]
+        self, dealt: Assignment, wanted: Sequence[CardLayout], limit: int
     ) -> tuple[CardLayout, ...]:
         """Divide the host's memory among the cards by the size of their groups; memory that one
-        card does not need goes to the others."""
+        card does not need goes to the others. `limit` is that of all together."""
         host = self.host_available_bytes
         assert host is not None
         sizes = [sum(g.host_bytes() for g in dealt.groups_of(card)) for card in self._every]
@@ -561,12 +568,21 @@ class _CardSearch:
             ]
         except DoesNotFit:
             found = list(wanted)
-        if not self._host_holds(found):
-            limit = found[0].search.limits.host_bytes or 0
-            needed = sum(one.need.host_bytes for one in found)
-            narrow = self._with_8bit_states(dealt)
-            raise DoesNotFit(host_refusal(len(found), needed, limit, narrow))
+        needed = sum(one.need.host_bytes for one in found)
+        if needed > limit:
+            narrow, spills = self._with_8bit_states(dealt), self._fits_with_states_on_disk(dealt)
+            raise DoesNotFit(host_refusal(len(found), needed, limit, narrow, may_spill=spills))
         return tuple(found)
+
+    def _fits_with_states_on_disk(self, dealt: Assignment) -> bool:
+        """Return whether states on disk, which nobody asked for, would let it fit."""
+        if self.spill is None or self.spill.unusable or self.request.disk != "auto":
+            return False
+        try:
+            replace(self, request=replace(self.request, disk="on"), near=None).placed(dealt)
+        except DoesNotFit:
+            return False
+        return True
 
     def _with_8bit_states(self, dealt: Assignment) -> int | None:
         """Return the host bytes with 8-bit optimizer states; None where these are impossible."""
@@ -654,7 +670,7 @@ class _CardSearch:
         capacity = Capacity(
             device_free_bytes=budget if gpu else None, host_available_bytes=host_bytes
         )
-        return Search(facts, capacity, request, self.disk)
+        return Search(facts, capacity, request, self.disk, self.spill)
 
     def _layout(self, search: Search, card: int) -> tuple[Layout | None, TimedSearch | None]:
         if self.rates is not None and search.request.offload != "max":

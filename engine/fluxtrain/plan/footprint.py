@@ -27,11 +27,18 @@ so its bytes count as the host's.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from fluxtrain.plan.depths import DISK_RING_BYTES, ring_depth, staging_depth, sum_depth
+from fluxtrain.plan.depths import (
+    DISK_RING_BYTES,
+    RECORD_BUFFERS,
+    RECORD_BYTES,
+    ring_depth,
+    staging_depth,
+    sum_depth,
+)
 from fluxtrain.plan.facts import (
     FP32_BYTES,
     Embedding,
@@ -69,6 +76,7 @@ class Layout:
     device_first: DeviceFirst = "embedding"  # which ones those are: see `parted`
     resident_blocks: int = 0  # of those on the host; with `optimizer` all
     disk_groups: int = 0  # of the blocks on the host, those with frozen weights on disk: `on_disk`
+    disk_states: int = 0  # of the groups on the host, with optimizer states on disk: `spilled`
     blocks_without_recompute: int = 0  # of those whose weights are on the device, or all of them
     activations: InputsOn = "device"  # where they wait; with `max` on the host, whatever is said
     activations_on_device: int = 0  # of so many last blocks they stay there all the same
@@ -152,7 +160,9 @@ def footprint(facts: ModelFacts, layout: Layout, *, has_gpu: bool) -> Footprint:
         "workspace_bytes": _workspace(facts, layout, late, by_rows, chunked, has_gpu=has_gpu),
         "kept_bytes": kept_count(facts, layout) * kept_block_bytes(facts, layout),
     }
+    away = spilled(facts, layout)
     arenas = weights_on_host_bytes(facts, layout) + on_host.state_bytes
+    arenas += spill_buffer_bytes(away) - sum(group.state_bytes for group in away)
     arenas += _gradients_on_host(on_host, layout)
     arenas += by_rows.host_bytes(layout.passes) if by_rows is not None else 0
     arenas += DISK_RING_BYTES if layout.disk_groups else 0
@@ -185,6 +195,26 @@ def may_live_on_disk(facts: ModelFacts, layout: Layout) -> list[GroupFacts]:
     stay = [group for group in blocks if group not in passing]
     stream = [group for group in blocks if group in passing]
     return [*stay, *(stream[at] for at in spread(len(stream)))]
+
+
+def spilled(facts: ModelFacts, layout: Layout) -> list[GroupFacts]:
+    """Return the `disk_states` groups whose optimizer states live on disk."""
+    return may_be_spilled(facts, layout)[: layout.disk_states] if layout.disk_states else []
+
+
+def may_be_spilled(facts: ModelFacts, layout: Layout) -> list[GroupFacts]:
+    """Return the groups on the host with optimizer states, in the order in which these go to disk:
+    blocks here and there, whose updates hide each other's reads and writes, then the others."""
+    trained = [group for group in by_tier(facts, layout)["host"] if group.state_bytes]
+    blocks = [group for group in trained if group.kind == "block"]
+    edges = [group for group in trained if group.kind == "edge"]
+    return [*(blocks[at] for at in spread(len(blocks))), *edges]
+
+
+def spill_buffer_bytes(away: Sequence[GroupFacts]) -> int:
+    """Return the bytes of the buffers that these groups' states on disk pass through."""
+    largest = max((group.state_bytes for group in away), default=0)
+    return RECORD_BUFFERS * min(RECORD_BYTES, largest)
 
 
 def _gradients_on_host(on_host: Groups, layout: Layout) -> int:

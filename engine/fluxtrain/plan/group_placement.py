@@ -5,8 +5,8 @@ bytes live between their uses. Weights that live on the host are copied to the d
 block computes: through slots that the streamed blocks share, or (`resident`) into a slot of their
 own, where the copy stays.
 
-On disk live frozen weights of blocks alone: the trained weights of such a row, and all else, are on
-the host (`refuse_tiers` of memory/group_memory.py).
+On disk live frozen weights of blocks, and optimizer states: the trained weights of such rows, and
+all else, are on the host (`refuse_tiers` of memory/group_memory.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol, get_args
 from fluxtrain.errors import BadInput
 from fluxtrain.events.events import PlacedAlike
 from fluxtrain.plan.facts import GroupFacts, ModelFacts
-from fluxtrain.plan.footprint import Layout, by_tier, kept_count, on_disk, streamed
+from fluxtrain.plan.footprint import Layout, by_tier, kept_count, on_disk, spilled, streamed
 from fluxtrain.plan.heads import comes_apart
 from fluxtrain.plan.states import StorageFormat
 
@@ -75,6 +75,7 @@ def table_of(facts: ModelFacts, layout: Layout) -> tuple[GroupPlacement, ...]:
     on_device, on_host = tiers["device"], tiers["host"]
     passing = streamed(layout, on_host)
     away = {group.name for group in on_disk(facts, layout)}
+    states = {group.name for group in spilled(facts, layout)}
     rows: list[GroupPlacement] = []
     for group in facts.groups:
         tier: Tier = "device" if group in on_device else "host"
@@ -90,6 +91,7 @@ def table_of(facts: ModelFacts, layout: Layout) -> tuple[GroupPlacement, ...]:
             )
         )
     rows = [replace(row, weights="disk") if row.name in away else row for row in rows]
+    rows = [replace(row, state="disk") if row.name in states else row for row in rows]
     return _with_activations(rows, layout, kept_count(facts, layout))
 
 

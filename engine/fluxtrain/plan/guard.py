@@ -37,6 +37,7 @@ class DiskNeed:
     written: int = EVERY_CHECKPOINT  # checkpoints in the whole run, at most
     model_bytes: int = 0
     journal_bytes: int = JOURNAL_BYTES
+    spill_bytes: int = 0  # optimizer states that live on the same disk
     parameters: int = 0
 
     @property
@@ -47,7 +48,8 @@ class DiskNeed:
     @property
     def total_bytes(self) -> int:
         """Count the bytes of all files."""
-        return self.copies * self.checkpoint_bytes + self.model_bytes + self.journal_bytes
+        beside = self.model_bytes + self.journal_bytes + self.spill_bytes
+        return self.copies * self.checkpoint_bytes + beside
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +112,17 @@ def disk_need(
     )
 
 
+def refuse_spill(spill_bytes: int, folder: str, free_bytes: int | None) -> None:
+    """Raise `DoesNotFit` when the disk of optimizer states, another than the run's, is too
+    small."""
+    if free_bytes is not None and spill_bytes > free_bytes:
+        raise DoesNotFit(
+            f"{bytes_text(spill_bytes)} of optimizer states are to live in {folder}, and "
+            f"{bytes_text(free_bytes)} is free there: free some, or set placement.disk_path to a "
+            "folder of a larger disk"
+        )
+
+
 def parameters_of(facts: ModelFacts) -> int:
     """Count the trained parameters, to which sizes of files are proportional."""
     return sum(group.trained for group in facts.groups)
@@ -125,9 +138,12 @@ def refuse_disk(need: DiskNeed, room: DiskCapacity) -> None:
     count = f"{need.copies} checkpoint{'s' * (need.copies > 1)}"
     being = f" ({need.kept} kept, one being written)" if need.copies == need.kept + 1 else ""
     held = f" beside {bytes_text(room.held_bytes)} of this run" if room.held_bytes else ""
+    spill = ""
+    if need.spill_bytes:
+        spill = f"optimizer states of {bytes_text(need.spill_bytes)} that live there, "
     raise DoesNotFit(
-        f"the run does not fit its disk: {count} of {bytes_text(need.checkpoint_bytes)}{being}, "
-        f"the model of {bytes_text(need.model_bytes)} and a journal of "
+        f"the run does not fit its disk: {spill}{count} of {bytes_text(need.checkpoint_bytes)}"
+        f"{being}, the model of {bytes_text(need.model_bytes)} and a journal of "
         f"{bytes_text(need.journal_bytes)} need {bytes_text(need.total_bytes)}, and "
         f"{bytes_text(room.free_bytes)} is free in {_place(room)}{held}: "
         + "; or ".join(_disk_cures(need, may_take))
@@ -178,6 +194,8 @@ def _disk_cures(need: DiskNeed, may_take_bytes: int) -> Iterator[str]:
             yield f"train.checkpoint_every=end fits with {bytes_text(last.total_bytes)}"
     yield f"free {bytes_text(need.total_bytes - may_take_bytes)}"
     yield "choose another disk with --run-dir"
+    if need.spill_bytes:
+        yield "with placement.disk_path for the optimizer states"
     left = may_take_bytes - need.journal_bytes
     if need.parameters and left > 0:
         yield _smaller(need.parameters, left / (need.total_bytes - need.journal_bytes))
@@ -185,7 +203,7 @@ def _disk_cures(need: DiskNeed, may_take_bytes: int) -> Iterator[str]:
 
 def _kept_that_fit(need: DiskNeed, may_take_bytes: int) -> int:
     """Return the largest number of kept checkpoints that fits; 0 if none does."""
-    left = may_take_bytes - need.model_bytes - need.journal_bytes
+    left = may_take_bytes - need.model_bytes - need.journal_bytes - need.spill_bytes
     return max(0, left // max(1, need.checkpoint_bytes) - 1)  # one more is being written
 
 

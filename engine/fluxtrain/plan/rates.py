@@ -51,6 +51,7 @@ class Rates:
     h2d_both_bytes_per_s: float | None = None  # while the other direction is busy; None: as alone
     d2h_both_bytes_per_s: float | None = None
     disk_bytes_per_s: float | None = None  # of reading; None: not measured, taken as no wait
+    disk_write_bytes_per_s: float | None = None
     calibration: Calibration | None = None  # of the model that is planned
 
     @property
@@ -132,6 +133,7 @@ def rates_from(
         h2d_both_bytes_per_s=known.get("h2d_both_ways"),
         d2h_both_bytes_per_s=known.get("d2h_both_ways"),
         disk_bytes_per_s=known.get("disk_read"),
+        disk_write_bytes_per_s=known.get("disk_write"),
         calibration=calibration,
     )
 

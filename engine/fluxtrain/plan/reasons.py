@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from fluxtrain.events.events import CardLeftOut, ChoiceMade, setting_name
-from fluxtrain.plan.capacity import CardsCapacity
+from fluxtrain.plan.capacity import CardsCapacity, DiskHome
 from fluxtrain.plan.dealing import EDGES_CARD
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.plan.footprint import (
@@ -21,6 +21,7 @@ from fluxtrain.plan.footprint import (
     offloading_blocks,
     on_disk,
     slot_count,
+    spilled,
     streamed,
     streamed_count,
 )
@@ -42,6 +43,10 @@ from fluxtrain.units import bytes_text, count_text, duration_text, rate_text
 SHORTEST_TOKENS = 32  # nobody is told to train on less
 HIDDEN_TIMES = 2.0  # the computation against the copies: one slow transfer delays nothing
 WEIGHTS_ON_DISK = "weights on disk"  # no setting
+STATES_ON_DISK = "states on disk"
+ON_DISK = (WEIGHTS_ON_DISK, STATES_ON_DISK)
+RATED_WRITES = 600  # of its size, that a drive is rated for where its data sheet is not at hand
+_DAY_S = 24 * 3600
 DEFERRED, WITH_WEIGHTS = "deferred", "with_weights"
 _HOST_BOUND = ("update", "host memory")
 _KEEPS_NONE = "every block computes its activations again: no room is left to keep them"
@@ -105,6 +110,7 @@ def choices_of(
         *_head_choice(first, best),
         *_moments_choice(request, best),
         *_disk_choice(best),
+        *_states_choice(best),
         *(_slots_choice(first) if len(best.cards) == 1 else ()),
     )
 
@@ -363,6 +369,48 @@ def _disk_choice(best: Option) -> tuple[ChoiceMade, ...]:
     return (ChoiceMade(name=WEIGHTS_ON_DISK, value=value, because=because),)
 
 
+def _states_choice(best: Option) -> tuple[ChoiceMade, ...]:
+    """Say which groups' optimizer states live on disk, and what that costs; nothing where none
+    do."""
+    away = [g for one in best.cards for g in spilled(one.facts, one.layout)]
+    if not away:
+        return ()
+    search = best.cards[EDGES_CARD].search
+    limit, home = search.limits.host_bytes, search.spill
+    assert home is not None
+    size = sum(group.state_bytes for group in away)
+    step_s = None if best.time is None else best.time.step_s
+    because = (
+        f"as set, the fewest with which the {bytes_text(limit)} that the host may give suffice: "
+        f"{_wear(home, size, step_s)}"
+    )
+    value = f"{len(away)} of {len(best.dealt.facts.groups)} groups"
+    return (ChoiceMade(name=STATES_ON_DISK, value=value, because=because),)
+
+
+def _wear(home: DiskHome, size_bytes: int, step_s: float | None = None) -> str:
+    """Say what optimizer states on disk cost: seconds, and writes against what a drive is rated
+    for. step_s: of a predicted step; None: no step is shorter than the disk's part."""
+    size, words = bytes_text(size_bytes), f"in {home.folder}"
+    words = f"{size} are read and written each step {words}"
+    read, write = home.read_bytes_per_s, home.write_bytes_per_s
+    if read and write:
+        disk_s = size_bytes / read + size_bytes / write
+        step_s = max(step_s or 0.0, disk_s)
+        words += (
+            f", {duration_text(disk_s)} at the {rate_text(read)} and {rate_text(write)} that the "
+            f"disk was measured to read and write, and up to "
+            f"{bytes_text(int(size_bytes * _DAY_S / step_s))} written a day"
+        )
+    if home.total_bytes:
+        steps = count_text(RATED_WRITES * home.total_bytes // max(1, size_bytes))
+        words += (
+            f"; {steps} steps write as much as a drive of {bytes_text(home.total_bytes)} is rated "
+            f"for at {RATED_WRITES} times its size (assumed: see its data sheet)"
+        )
+    return words + "; it is mounted over the network, which others share" * home.on_network
+
+
 # -- several cards -----------------------------------------------------------------------------
 
 
@@ -596,7 +644,26 @@ def refusal(search: Search) -> str:
     disk = "" if search.disk is None or not search.disk.unusable else f"; {search.disk.unusable}"
     return (
         f"the model does not fit: {_described(search, layout)} needs {', and '.join(parts)}: "
-        f"{_cure(search)}{disk}"
+        f"{_cure(search)}{disk}{_with_states_on_disk(search)}"
+    )
+
+
+def _with_states_on_disk(search: Search) -> str:
+    """Say what placement.disk=on would cost where the model would fit so, or why it cannot; ""
+    where it would not help."""
+    home, asked = search.spill, search.request.disk
+    if home is None or asked == "off":
+        return ""
+    if asked == "on" or home.unusable:
+        return f"; {home.unusable}" if asked == "on" and home.unusable else ""
+    easier = replace(search, request=replace(search.request, disk="on"))
+    layout = easier.find()
+    if layout is None or not layout.disk_states:
+        return ""
+    size = sum(group.state_bytes for group in spilled(search.facts, layout))
+    name = "PlacementRequest(disk='on')" if search.facts.row is None else "placement.disk=on"
+    return f"; {name} fits with optimizer states of {layout.disk_states} groups on disk: " + (
+        _wear(home, size)
     )
 
 
@@ -778,12 +845,18 @@ def _room(search: Search, layout: Layout, *, spare: bool = False) -> str:
     return f"{bytes_text(need.device_bytes)} of {bytes_text(device_limit)} device memory{kept}"
 
 
-def host_refusal(cards: int, needed: int, limit: int, narrow: int | None) -> str:
+def host_refusal(
+    cards: int, needed: int, limit: int, narrow: int | None, *, may_spill: bool = False
+) -> str:
     """Return the error of a host too small for all cards together, with settings that would help.
-    `narrow`: bytes needed with 8-bit optimizer states."""
+    `narrow`: bytes needed with 8-bit optimizer states; `may_spill`: states may go to a disk."""
     cure = "close other programs, or take a smaller model or a machine with more memory"
     if narrow is not None and narrow <= limit:
         cure = f"train.states=8bit fits with {bytes_text(narrow)}"
+    if may_spill:
+        cure += (
+            "; placement.disk=on fits with optimizer states on disk, which are written each step"
+        )
     return (
         f"the model does not fit the host of {cards} cards: {bytes_text(needed)} of host "
         f"memory are needed and {bytes_text(limit)} may be used: {cure}"

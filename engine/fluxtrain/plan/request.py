@@ -47,6 +47,11 @@ Share = Annotated[float, Field(ge=0, le=1), *_NUMBER]
 Size = Annotated[float, Field(gt=0, allow_inf_nan=False), *_NUMBER]
 
 
+def _as_word(value: Any) -> Any:
+    """Read YAML's on and off, which it takes for true and false."""
+    return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
+
+
 def _knob(description: str, default: Any = "auto") -> Any:
     return field(default=default, metadata={"description": description})  # as pydantic reads it
 
@@ -109,6 +114,23 @@ class PlacementRequest:
     budget_gib: Size | None = _knob(
         "device memory that may be used, in GiB, of each card; all of it when left out", None
     )
+    host_gib: Size | None = _knob(
+        "host memory that the plan may use, in GiB; what is available when left out", None
+    )
+    disk: Annotated[Literal["auto", "on", "off"], BeforeValidator(_as_word)] = _knob(
+        "what lives on disk where the host cannot hold it: on lets optimizer states, which are "
+        "read and written each step (this wears a drive), auto only frozen weights, which are "
+        "read, off nothing; the plan takes the fewest"
+    )
+    disk_path: str | None = _knob(
+        "folder of a disk for the scratch file of optimizer states; the run's own when left out",
+        None,
+    )
+
+    @property
+    def host_bytes(self) -> int | None:
+        """Return the bytes of host memory that the plan may use; None: no limit."""
+        return None if self.host_gib is None else max(1, int(self.host_gib * GIB))
 
     @property
     def budget_bytes(self) -> int | None:

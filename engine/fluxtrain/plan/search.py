@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, product
@@ -17,9 +17,11 @@ from fluxtrain.plan.footprint import (
     Layout,
     footprint,
     keepable_count,
+    may_be_spilled,
     may_live_on_disk,
     offloading_blocks,
     slot_count,
+    spill_buffer_bytes,
 )
 from fluxtrain.plan.heads import CHUNKS_GAIN, heads_for
 from fluxtrain.plan.rates import Rates
@@ -74,6 +76,7 @@ class Search:
     capacity: Capacity
     request: RunRequest
     disk: DiskHome | None = None  # where frozen weights may live that the host cannot hold
+    spill: DiskHome | None = None  # where optimizer states may
 
     @cached_property
     def budget_bytes(self) -> int | None:
@@ -102,7 +105,8 @@ class Search:
 
     def settled(self, layout: Layout) -> Layout:
         """Return `layout` with the frozen weights of the fewest blocks on disk, so that the host
-        suffices; of all of them where it does not even so. Each costs two reads a step, so there is
+        suffices, then the optimizer states of the fewest groups where that was asked for; all of
+        them where it does not even so. Each costs two passes of the disk a step, so there is
         nothing to weigh."""
         return self._settled(layout)[0]
 
@@ -114,15 +118,29 @@ class Search:
 
     def _settled_anew(self, layout: Layout) -> tuple[Layout, Footprint]:
         limit, has_gpu = self.limits.host_bytes, self.capacity.has_gpu
-        layout = replace(layout, disk_groups=0) if layout.disk_groups else layout
+        if layout.disk_groups or layout.disk_states:
+            layout = replace(layout, disk_groups=0, disk_states=0)
         need = footprint(self.facts, layout, has_gpu=has_gpu)
-        usable = self.disk is not None and not self.disk.unusable
-        if not usable or limit is None or need.host_bytes <= limit:
+        if limit is None:
             return layout, need
-        sums = list(accumulate(g.file_bytes for g in may_live_on_disk(self.facts, layout)))
-        count = bisect_left(sums, need.host_bytes - limit + DISK_RING_BYTES) + 1
-        layout = replace(layout, disk_groups=min(count, len(sums)))
-        return layout, footprint(self.facts, layout, has_gpu=has_gpu)
+        if need.host_bytes > limit and self.disk is not None and not self.disk.unusable:
+            sizes = [group.file_bytes for group in may_live_on_disk(self.facts, layout)]
+            count = _fewest(sizes, need.host_bytes - limit + DISK_RING_BYTES)
+            layout = replace(layout, disk_groups=count)
+            need = footprint(self.facts, layout, has_gpu=has_gpu)
+        if need.host_bytes > limit and self.spills:
+            groups = may_be_spilled(self.facts, layout)
+            beside = spill_buffer_bytes(groups)
+            sizes = [group.state_bytes for group in groups]
+            layout = replace(layout, disk_states=_fewest(sizes, need.host_bytes - limit + beside))
+            need = footprint(self.facts, layout, has_gpu=has_gpu)
+        return layout, need
+
+    @property
+    def spills(self) -> bool:
+        """Return whether optimizer states may live on disk: where that was asked for."""
+        usable = self.spill is not None and not self.spill.unusable
+        return usable and self.request.disk == "on" and self.facts.has_masters
 
     @cached_property
     def _needs(self) -> dict[Layout, tuple[Layout, Footprint]]:
@@ -302,6 +320,12 @@ class Search:
         device = need.device_bytes / limits.device_bytes if limits.device_bytes else 0.0
         host = need.host_bytes / limits.host_bytes if limits.host_bytes else 0.0
         return max(device, host)
+
+
+def _fewest(sizes: Sequence[int], needed_bytes: int) -> int:
+    """Return how many of the first sizes make up so many bytes; all where they do not."""
+    sums = list(accumulate(sizes))
+    return min(bisect_left(sums, needed_bytes) + 1, len(sums))
 
 
 def tried_counts(most: int) -> list[int]:

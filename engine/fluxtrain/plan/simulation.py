@@ -79,9 +79,11 @@ class StepTime:
     @property
     def binds(self) -> str:
         """Return people's name for the resource that is busy for most of a step."""
-        if not self.has_gpu:
+        if not self.has_gpu and self.busiest != "disk":
             return _BINDS_HERE.get(self.busiest, "copies in host memory")
         words = _BINDS[self.busiest]
+        if self.busiest == "disk" and self.parts_s["disk_states"] > self.parts_s["disk_read"]:
+            words = "optimizer states on disk"
         return words.replace("the GPU", "the GPUs") if self.work.cards > 1 else words
 
 
@@ -129,7 +131,7 @@ def _without_gpu(work: StepWork) -> StepTime:
         "uploads": sum(parts_s[name] for name in ("upload_forward", "upload_backward")),
         "downloads": parts_s["download"] + parts_s["beside_bytes"],
         "update": parts_s["host_update"] + parts_s["deferred_moments"],
-        "disk": parts_s["disk_read"],
+        "disk": parts_s["disk_read"] + parts_s["disk_states"],
     }
     phases_s = {"forward_phase": 0.0, "backward_phase": 0.0}
     step_s = sum(busy_s.values())
@@ -377,9 +379,15 @@ class _Clocks:
         return lent[-depth] if len(lent) >= depth else 0.0
 
     def _update(self, at: int, ready_s: float) -> None:
-        """Run AdamW of one group, after the groups before it."""
-        seconds = self.groups[at].update_s
-        self.adamw_s = self.updated_s[at] = max(self.adamw_s, ready_s) + seconds
+        """Run AdamW of one group, after the groups before it, while its states on disk pass."""
+        seconds, states_s = self.groups[at].update_s, self.groups[at].states_s
+        begin_s = max(self.adamw_s, ready_s)
+        end_s = begin_s + seconds
+        if states_s:
+            self.disk_s = max(self.disk_s, begin_s) + states_s
+            self.disk_busy_s += states_s
+            end_s = max(end_s, self.disk_s)
+        self.adamw_s = self.updated_s[at] = end_s
         self.updating_s += seconds
 
     def _forward(self, *, first: bool) -> tuple[list[float], int]:

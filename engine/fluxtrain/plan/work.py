@@ -60,6 +60,7 @@ class GroupWork:
     down_s: tuple[float, ...] = (0.0,)  # gradients, of each pass
     staging: int = 2  # device buffers that they are downloaded through
     ring: tuple[int, int] = (0, 3)  # their size on the host, and how many buffers of it there are
+    states_s: float = 0.0  # its optimizer states from disk and back, with its update
     update_s: float = 0.0  # AdamW on the host; of the weights alone where moments are deferred
     moments_s: float = 0.0
 
@@ -128,6 +129,7 @@ class StepWork:
             "upload_backward": sum(self.head_sums_up_s)
             + sum(passes * group.up_backward_s + sum(group.up_sums_s) for group in self.groups),
             "disk_read": sum(2 * passes * group.read_s for group in self.groups),
+            "disk_states": sum(group.states_s for group in self.groups),
             "download": sum(passes * g.down_input_s + sum(g.down_s) for g in self.groups),
             "host_update": sum(group.update_s for group in self.groups),
             "deferred_moments": sum(group.moments_s for group in self.groups),
@@ -351,13 +353,14 @@ class _Share:
                 found.append(self._block(group, row, block, passes))
                 block += 1
             else:
-                found.append(self._edge(group, passes, behind=bool(blocks and block == blocks)))
+                behind = bool(blocks and block == blocks)
+                found.append(self._edge(group, row, passes, behind=behind))
         return found
 
     def _block(self, group: GroupFacts, row: GroupPlacement, at: int, passes: int) -> GroupWork:
         """Return a block's work; blocks with equal work share one object."""
         uneven = at % len(UNEVEN)
-        alike = (id(group.unnamed), row.weights, row.resident, row.activations, uneven)
+        alike = (id(group.unnamed), row.weights, row.state, row.resident, row.activations, uneven)
         found = self._alike.get(alike)
         if found is None:
             found = self._alike[alike] = self._block_anew(group, row, UNEVEN[uneven], passes)
@@ -372,7 +375,7 @@ class _Share:
         input_bytes = self._input_bytes * (row.activations == "inputs_on_host")
         up_bytes = group.weight_bytes if streams else group.rounded_bytes * on_host
         forward_s, backward_s = self._chunk_s(row)
-        gradients = self._gradients(group, group.rounded_bytes, passes) if on_host else {}
+        gradients = self._gradients(group, row, passes) if on_host else {}
         return GroupWork(
             card=self.card,
             kind="block",
@@ -405,7 +408,9 @@ class _Share:
             tuple(sum(map(one.at, rows)) for rows in self.chunks) for one in (tried.forward, line)
         )  # type: ignore[return-value]  # both of them
 
-    def _edge(self, group: GroupFacts, passes: int, *, behind: bool) -> GroupWork:
+    def _edge(
+        self, group: GroupFacts, row: GroupPlacement, passes: int, *, behind: bool
+    ) -> GroupWork:
         kind: Literal["start", "head"] = "head" if behind else "start"
         if group not in self.on_host:
             return GroupWork(card=self.card, kind=kind)
@@ -417,7 +422,7 @@ class _Share:
         elif behind and in_chunks:
             up_bytes = 0
         head_bytes = group.rounded_bytes * (by_rows is not None and by_rows.tied and not in_chunks)
-        gradients = self._gradients(group, group.rounded_bytes, passes)
+        gradients = self._gradients(group, row, passes)
         if gradients and in_chunks:  # its sums are uploaded while the head waits for them
             gradients["up_sums_s"] = ()
         if gradients and by_rows is not None:
@@ -446,16 +451,18 @@ class _Share:
             downs = [one + other for one, other in zip(downs, whole["down_s"], strict=True)]
         return {"down_s": tuple(downs), "up_sums_s": ()}
 
-    def _gradients(self, group: GroupFacts, down_bytes: int, passes: int) -> dict[str, Any]:
+    def _gradients(self, group: GroupFacts, row: GroupPlacement, passes: int) -> dict[str, Any]:
         """Return the copies and updates of the gradients of a group on the host. The first pass
         downloads them rounded; each further one uploads the sum, adds to it, and downloads it in
         fp32."""
         if not group.trained:
             return {}
         wide = FP32_BYTES * group.trained if passes > 1 else 0
-        update_s, moments_s = host_update(
-            group, self.host_rates, deferred=self.layout.deferred_moments
-        )
+        down_bytes, rates, spills = group.rounded_bytes, self.host_rates, row.state == "disk"
+        deferred = self.layout.deferred_moments and not spills  # it would read them twice
+        update_s, moments_s = host_update(group, rates, deferred=deferred)
+        read_s = group.state_bytes / (rates.disk_bytes_per_s or float("inf"))
+        write_s = group.state_bytes / (rates.disk_write_bytes_per_s or float("inf"))
         ups = [down_bytes, *[wide] * (passes - 2)][: passes - 1]
         downs = [down_bytes, *[wide] * (passes - 1)]
         return {
@@ -463,6 +470,7 @@ class _Share:
             "up_sums_s": tuple(size / self.rates.up_both for size in ups),
             "staging": staging_depth(group.rounded_bytes),
             "ring": (group.rounded_bytes, ring_depth(group.rounded_bytes)),
+            "states_s": (read_s + write_s) * spills,
             "update_s": update_s,
             "moments_s": moments_s,
         }

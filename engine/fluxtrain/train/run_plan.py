@@ -29,6 +29,7 @@ from fluxtrain.train.placing.placing import (
     model_facts_for,
     optimizer_in_backward,
     with_disk_rate,
+    within_host,
 )
 from fluxtrain.train.placing.preflight import copied_now, refuse_what_does_not_fit
 from fluxtrain.train.placing.snapshot import Snapshot, snapshot_of
@@ -119,7 +120,7 @@ def plan_run(
     # libraries and data are in memory by now; pages of the model's files count as available
     copied = copied_now(loaded)
     machine = as_it_is_now(machine, copied.weights_bytes - to_come)
-    constants = with_disk_rate(constants, config, measured, machine)
+    constants = with_disk_rate(constants, config, measured, machine, disk.path)
     placement = decide(
         config,
         measured,
@@ -129,12 +130,14 @@ def plan_run(
         data_rows=max(1, task.rows("trained") // config.train.accumulation),
         loaded_bytes=loaded_bytes(loaded.model) - to_come,
         constants=constants,
+        runs_in=disk.path,
     )
     placement = replace(placement, reached_bytes=host_peak_bytes())
     capacity = capacity_of(machine, device)
     refuse_what_does_not_fit(config, facts, placement, copied, capacity.host_available_bytes, disk)
     return RunPlan(
-        config=config, facts=measured, constants=constants, placement=placement, capacity=capacity,
+        config=config, facts=measured, constants=constants, placement=placement,
+        capacity=within_host(capacity, config),
         samples=task.sample_fit(),
     )  # fmt: skip
 

@@ -48,14 +48,16 @@ def sum_of(block: Tensor) -> int:
     return xxhash.xxh3_64_intdigest(block.numpy().data)
 
 
-def set_direct(file: int) -> bool:
-    """Let reads and writes of an open file pass by the page cache; False where the file system
-    refuses that."""
+def set_direct(file: int, *, writes: bool = False) -> bool:
+    """Let reads, or also `writes`, of an open file pass by the page cache; False where the file
+    system refuses that, some only when the first byte moves."""
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     arena = HostArena(PAGE_BYTES, pin=False)
     page = arena.tensor(torch.uint8, PAGE_BYTES, 0)
     try:
         fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT)
+        if writes:
+            os.pwritev(file, [page.numpy().data], 0)
         os.preadv(file, [page.numpy().data], 0)
     except OSError:
         fcntl.fcntl(file, fcntl.F_SETFL, flags)

@@ -141,7 +141,7 @@ class Spill:
         except OSError as error:
             raise self._refusal(error) from error
         self._fd = self._file.fileno()
-        self.is_direct = set_direct(self._fd)
+        self.is_direct = set_direct(self._fd, writes=True)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="flux-spill-io")
         self._orders = Worker("flux-spill")
         size = self.record_bytes
@@ -154,6 +154,22 @@ class Spill:
             f"optimizer states cannot live in {self.folder} ({error.strerror}): set "
             "placement.disk_path to a folder that this user can write to"
         )
+
+    def remarks(self) -> list[str]:
+        """Return what users should know of this disk."""
+        if self._file is None:
+            return []
+        told = []
+        if not self.is_direct:
+            told.append(
+                f"{self.folder} has no direct I/O: optimizer states pass through the system's cache"
+                " on their way to the disk, which is slower and takes host memory"
+            )
+        if read_disk(self.folder).on_network:
+            told.append(
+                f"{self.folder} is mounted over the network: optimizer states cross it twice a step"
+            )
+        return told
 
     # -- the way of updates ------------------------------------------------------------------------
 

@@ -28,7 +28,8 @@ class Traffic:
     h2d_frozen_bytes: int = 0  # in the model's dtype
     h2d_packed_bytes: int = 0
     cards: tuple[tuple[int, int, int], ...] = ()  # up, down, from other cards; where several
-    disk_read_bytes: int = 0  # of weights that live in files
+    disk_read_bytes: int = 0  # of weights that live in files, and of optimizer states on disk
+    disk_written_bytes: int = 0  # of those
 
 
 class CardCounts:

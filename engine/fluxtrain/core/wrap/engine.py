@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -151,7 +152,9 @@ class Engine(Context):
 
     def traffic(self) -> Traffic:
         """Count the bytes moved since the start."""
-        return self.counters.traffic()
+        found, spill = self.counters.traffic(), self.spill
+        read_bytes = found.disk_read_bytes + spill.read_bytes
+        return replace(found, disk_read_bytes=read_bytes, disk_written_bytes=spill.written_bytes)
 
     def take_moves(self, limit: int) -> tuple[list[Move], int]:
         """Return the latest moves that have ended, and the count of all that were started."""

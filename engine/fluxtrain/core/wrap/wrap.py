@@ -208,7 +208,7 @@ def _put_engine(
     engine.again = partial(_again, devices, asked, states, frozen, **how)
     if not drops and (advised := advice(groups.values())):
         told.append(advised)
-    for text in told:
+    for text in [*told, *engine.spill.remarks()]:
         engine.say(text)
     install_adoption()
     ddp.install()

@@ -107,9 +107,9 @@ def _with_device(
 ) -> _Rows:
     """Move the chosen groups to the device, and groups that leave it to where they were planned."""
     names = {row.name for row in chosen}
-    disk = {row.name for row in run.planned.rows if row.weights == "disk"}
+    planned = {row.name: row for row in run.planned.rows}
     return [
-        _on_device(row) if row.name in names else _off_device(row, on_disk=row.name in disk)
+        _on_device(row) if row.name in names else _off_device(row, planned[row.name])
         for row in rows
     ]
 
@@ -118,14 +118,15 @@ def _on_device(row: GroupPlacement) -> GroupPlacement:
     return replace(row, weights="device", state="device", gradients="device", resident=False)
 
 
-def _off_device(row: GroupPlacement, *, on_disk: bool) -> GroupPlacement:
-    """Move a group to the host; one that is no block, and is copied whole, has its own slot.
-    on_disk: its frozen weights go back to their file."""
+def _off_device(row: GroupPlacement, planned: GroupPlacement) -> GroupPlacement:
+    """Move a group to the host; one that is no block, and is copied whole, has its own slot. What
+    was planned on disk goes back there."""
     if row.weights != "device":
         return row
     resident = row.kind == "edge" and "whole" in row.transfers
-    weights: Tier = "disk" if on_disk else "host"
-    return replace(row, weights=weights, state="host", gradients="host", resident=resident)
+    weights: Tier = "disk" if planned.is_on("disk") else "host"
+    state: Tier = "disk" if planned.is_on("disk", "state") else "host"
+    return replace(row, weights=weights, state=state, gradients="host", resident=resident)
 
 
 def _with_resident(rows: Sequence[GroupPlacement], chosen: Iterable[GroupPlacement]) -> _Rows:

@@ -205,6 +205,7 @@ class LiveRun:
             device_groups=count_of(rows, "device_groups"),
             resident_blocks=count_of(rows, "resident_blocks"),
             disk_groups=sum(row.weights == "disk" for row in rows),
+            disk_states=sum(row.state == "disk" for row in rows),
             blocks_without_recompute=count_of(rows, "blocks_without_recompute"),
             activations="host" if offloads else "device",
             activations_on_device=staying if offloads else 0,

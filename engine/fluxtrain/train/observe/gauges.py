@@ -152,7 +152,7 @@ class GaugeThread:
             "h2d_bytes": traffic.h2d_bytes,
             "d2h_bytes": traffic.d2h_bytes,
             "disk_read_bytes": disk.read_bytes + traffic.disk_read_bytes,
-            "disk_written_bytes": disk.written_bytes,
+            "disk_written_bytes": disk.written_bytes + traffic.disk_written_bytes,
         }
         names = ("h2d_bytes", "d2h_bytes", "landed_bytes")
         counted = [moved, *(dict(zip(names, card, strict=True)) for card in traffic.cards)]

@@ -13,6 +13,7 @@ from fluxtrain.events.answers.plan import PlanAnswer, PlannedLayout, PlannedTime
 from fluxtrain.events.events import CardLeftOut, CardPlan
 from fluxtrain.measure.measured_constants import Constants
 from fluxtrain.methods.method import method_of
+from fluxtrain.plan.capacity import DiskHome
 from fluxtrain.plan.facts import Capacity, ModelFacts
 from fluxtrain.plan.footprint import Layout, embedding_copied, head_copied, saving_bytes
 from fluxtrain.plan.guard import EVERY_CHECKPOINT, DiskNeed, disk_need
@@ -21,7 +22,7 @@ from fluxtrain.plan.rates import Rates
 from fluxtrain.plan.request import RunRequest
 from fluxtrain.plan.search import DialStop, Search, TimedSearch
 from fluxtrain.plan.simulation import StepTime, step_time
-from fluxtrain.train.placing.placing import request_of
+from fluxtrain.train.placing.placing import disk_home, request_of, spill_home
 from fluxtrain.units import GIB, bytes_text, count_text, predicted_text
 
 
@@ -38,6 +39,8 @@ class Forecast:
     keep_checkpoints: int
     saved_bytes: int  # of the trained model on the disk
     constants: Constants
+    disk: DiskHome | None = None  # where frozen weights may live
+    spill: DiskHome | None = None  # where optimizer states may
 
     def options(self, steps: int) -> tuple[PlanOption, ...]:
         """Return the fast, balanced and fit plans; none where rates are missing.
@@ -89,7 +92,7 @@ class Forecast:
 
     def _search(self, rates: Rates) -> TimedSearch:
         request = replace(self.request, batch_rows=self.placement.batch_rows)
-        search = Search(self.facts, self.capacity, request)
+        search = Search(self.facts, self.capacity, request, self.disk, self.spill)
         return TimedSearch(search, rates, clips=self.clips, passes=self.passes)
 
     def _option(self, plan: DialStop, steps: int) -> PlanOption:
@@ -156,6 +159,13 @@ def forecast_of(
         keep_checkpoints=config.train.checkpoints_kept,
         saved_bytes=method_of(config).saved_bytes(facts),
         constants=constants,
+        disk=disk_home(
+            facts,
+            constants.per_s,
+            allowed=config.model.packed_cache,
+            asked=config.placement.disk,
+        ),
+        spill=spill_home(config, constants.per_s, placement.spill_folder),
     )
 
 

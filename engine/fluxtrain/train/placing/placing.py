@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -136,7 +137,7 @@ def model_facts_for(config: RunConfig, model: nn.Module) -> ModelFacts:
     return found.without_masters(THIRD_PARTY_FORMATS[name])
 
 
-def decide(
+def decide(  # noqa: PLR0913 - each is a fact of its own
     config: RunConfig,
     facts: ModelFacts,
     machine: Machine,
@@ -148,6 +149,7 @@ def decide(
     capacity: Capacity | None = None,
     elsewhere: CardsCapacity | None = None,
     constants: Constants | None = None,
+    runs_in: str = "",
 ) -> Placement:
     """Return where the bytes go and how many rows a step takes.
 
@@ -155,6 +157,7 @@ def decide(
     this process are weights that move to where the plan puts them; `capacity` None is that of this
     machine, else `elsewhere` are the cards of the other one.
     `constants` None, or too few of them, leaves the layout to the rule that knows no time.
+    `runs_in` is the run's folder, where optimizer states go to disk unless another is named.
 
     Raises:
         DoesNotFit: no layout does; says what it needs and what there is.
@@ -175,16 +178,18 @@ def decide(
         if cards is not None and len(cards.cards) == 1 and config.parallel == ParallelRequest():
             cards = None
     share, per_s = dial_share(config), {} if constants is None else constants.per_s
-    disk = disk_home(facts, per_s, allowed=config.model.packed_cache, here=capacity is None)
+    here = capacity is None
+    disk = disk_home(facts, per_s, allowed=config.model.packed_cache, here=here, asked=asked.disk)
+    homes: dict[str, Any] = {"disk": disk, "spill": spill_home(config, per_s, runs_in, here=here)}
     if cards is None:
         alone = capacity or capacity_of(machine, device)
-        placement = place(facts, alone, asked, rates=first, share=share, disk=disk)
+        placement = place(facts, alone, asked, rates=first, share=share, **homes)
     else:
         rates = None
         if first is not None and constants is not None:
             known = None if capacity is None else constants.per_s
             rates = rates_of_cards(cards, first, known, timed_on=first_of(config))
-        placement = place(facts, cards, asked, config.parallel, rates=rates, share=share, disk=disk)
+        placement = place(facts, cards, asked, config.parallel, rates=rates, share=share, **homes)
     trim_heap()  # what is kept of freed memory is used again: it is no part of the process
     return replace(
         placement,
@@ -199,17 +204,25 @@ def decide(
 
 
 def disk_home(
-    facts: ModelFacts, per_s: Mapping[str, float | None], *, allowed: bool, here: bool = True
+    facts: ModelFacts,
+    per_s: Mapping[str, float | None],
+    *,
+    allowed: bool,
+    here: bool = True,
+    asked: str = "auto",
 ) -> DiskHome | None:
     """Return where frozen weights may live that the host cannot hold; None: there are none.
 
-    per_s: rates of the probe. allowed: model.packed_cache. here: on this machine.
+    per_s: rates of the probe. allowed: model.packed_cache. here: on this machine. asked:
+    placement.disk.
     """
     if not any(group.kind == "block" and group.file_bytes for group in facts.groups):
         return None
     found = read_disk(cache_folder())
     folder, unusable = str(cache_folder()), ""
-    if not allowed:
+    if asked == "off":
+        unusable = "placement.disk=auto lets frozen weights that do not fit live on disk"
+    elif not allowed:
         unusable = "model.packed_cache=true lets frozen weights that do not fit live on disk"
     elif here and found.in_memory:
         unusable = (
@@ -224,15 +237,47 @@ def disk_home(
     )
 
 
+def spill_home(
+    config: RunConfig, per_s: Mapping[str, float | None], runs_in: str, *, here: bool = True
+) -> DiskHome:
+    """Return where optimizer states may live that the host cannot hold: placement.disk_path, or in
+    the run's folder. per_s: rates of the probe. here: on this machine."""
+    folder = config.placement.disk_path or runs_in or tempfile.gettempdir()
+    found = read_disk(Path(folder))
+    unusable = ""
+    if here and found.in_memory:
+        unusable = (
+            f"optimizer states cannot live in {folder}, which is in memory itself "
+            f"({found.file_system}): set placement.disk_path to a folder on a disk"
+        )
+    return DiskHome(
+        folder=folder,
+        read_bytes_per_s=per_s.get("disk_read"),
+        write_bytes_per_s=per_s.get("disk_write"),
+        total_bytes=found.total_bytes if here else None,
+        unusable=unusable,
+        on_network=here and found.on_network is True,
+    )
+
+
 def with_disk_rate(
-    constants: Constants, config: RunConfig, facts: ModelFacts, machine: Machine
+    constants: Constants, config: RunConfig, facts: ModelFacts, machine: Machine, runs_in: str
 ) -> Constants:
-    """Measure how fast files of frozen weights are read, where some may have to live on disk."""
-    home = disk_home(facts, constants.per_s, allowed=config.model.packed_cache)
-    available = machine.memory_available_bytes
-    if home is None or home.unusable or available is None:
+    """Measure how fast the disk of frozen weights reads, or that of optimizer states also writes,
+    where some may have to live there."""
+    asked = config.placement
+    known = [
+        size for size in (machine.memory_available_bytes, asked.host_bytes) if size is not None
+    ]
+    if not known or facts.host_bytes < SURELY_HELD * min(known):
         return constants
-    if facts.host_bytes < SURELY_HELD * available:
+    spill = spill_home(config, constants.per_s, runs_in)
+    if asked.disk == "on" and not spill.unusable:
+        rates = zip(("disk_write", "disk_read"), disk_rates(Path(spill.folder)), strict=True)
+        found = {name: rate.per_s for name, rate in rates if rate.per_s}
+        return replace(constants, per_s={**constants.per_s, **found})
+    home = disk_home(facts, constants.per_s, allowed=config.model.packed_cache, asked=asked.disk)
+    if home is None or home.unusable:
         return constants
     folder = Path(home.folder)
     with contextlib.suppress(OSError):  # packing tells what is wrong with the folder
@@ -297,6 +342,16 @@ def capacity_of(machine: Machine, device: str) -> Capacity:
     """Return the machine's memory now, of several cards the current one's."""
     free = torch.cuda.mem_get_info(torch.cuda.current_device())[0] if device == "cuda" else None
     return Capacity(device_free_bytes=free, host_available_bytes=machine.memory_available_bytes)
+
+
+def within_host(capacity: Capacity, config: RunConfig) -> Capacity:
+    """Return a capacity with no more host memory than placement.host_gib lets the plan use."""
+    most, available = config.placement.host_bytes, capacity.host_available_bytes
+    if most is None:
+        return capacity
+    return replace(
+        capacity, host_available_bytes=min(most, most if available is None else available)
+    )
 
 
 def request_of(

@@ -20,7 +20,7 @@ from fluxtrain.methods.method import method_of
 from fluxtrain.models.copies import Copied
 from fluxtrain.models.loading import LoadedModel
 from fluxtrain.plan.facts import ModelFacts
-from fluxtrain.plan.footprint import Layout, by_tier, rows_of_table, weights_on_host_bytes
+from fluxtrain.plan.footprint import Layout, by_tier, rows_of_table, spilled, weights_on_host_bytes
 from fluxtrain.plan.guard import (
     EVERY_CHECKPOINT,
     DiskCapacity,
@@ -30,6 +30,7 @@ from fluxtrain.plan.guard import (
     parameters_of,
     refuse_disk,
     refuse_host,
+    refuse_spill,
 )
 from fluxtrain.plan.placement import Placement
 from fluxtrain.train.placing.placing import decide, model_facts_for
@@ -64,6 +65,12 @@ def refuse_what_does_not_fit(
         written=checkpoints_written(config, steps),
         steps=steps,
     )
+    spill_bytes = sum(group.state_bytes for group in spilled(facts, placement.layout))
+    if spill_bytes and _on_one_disk(placement.spill_folder, disk.path):
+        files = replace(files, spill_bytes=spill_bytes)
+    elif spill_bytes:
+        free_bytes = read_disk(Path(placement.spill_folder)).free_bytes
+        refuse_spill(spill_bytes, placement.spill_folder, free_bytes)
     refuse_disk(files, disk)
     need = HostNeed(
         lasting_bytes=placement.need.host_bytes,
@@ -77,6 +84,16 @@ def refuse_what_does_not_fit(
         parameters=parameters_of(facts),
     )
     refuse_host(need, available_bytes, files, disk)
+
+
+def _on_one_disk(one: str, other: str) -> bool:
+    """Return whether two folders, made or not, are on one file system."""
+
+    def device_of(folder: str) -> int:
+        path = Path(folder).absolute()
+        return next(p for p in (path, *path.parents) if p.exists()).stat().st_dev
+
+    return one == other or device_of(one) == device_of(other)
 
 
 def refuse_before_loading(
@@ -93,7 +110,8 @@ def refuse_before_loading(
     """
     method_of(config).prepare(empty, config)
     facts = model_facts_for(config, empty)
-    placement = decide(config, facts, machine, device, batch_rows=1, data_rows=1)
+    runs_in = disk.path
+    placement = decide(config, facts, machine, device, batch_rows=1, data_rows=1, runs_in=runs_in)
     left = machine.memory_available_bytes
     refuse_what_does_not_fit(config, facts, placement, copied, left, disk)
 
