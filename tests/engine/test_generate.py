@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ import torch
 from torch import nn
 
 from fluxtrain.errors import BadInput, DoesNotFit
+from fluxtrain.models.generate.batch import write
 from fluxtrain.models.generate.prompts import Prompting, UserPrompt
 from fluxtrain.models.generate.sampling import Sampling
-from fluxtrain.models.generate.writing import write
 from fluxtrain.plan import states
 from fluxtrain.results.generation_session import Batches, GenerationSession, measure
 from fluxtrain.results.opened import OpenedModel
+from tests.engine.conftest import VOCABULARY
 from tests.engine.runs import run
 from tests.engine.test_lora_run import settings
 from tests.engine.used_models import greedy, opened, plain, plain_with_adapter, trained_adapter
@@ -256,3 +258,44 @@ def test_a_model_that_memory_cannot_hold_is_refused_before_it_is_read(
         opened(folder, dtype="bf16"),
     ):
         pass
+
+
+@pytest.mark.parametrize("family", ["llama", "mamba"])
+def test_probabilities_are_those_of_the_model_and_their_texts_join(
+    family: str,
+    model_folder: Folder,
+    tiny: Callable[..., Any],
+    tokenizer_folder: Path,
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "model"
+    if family == "llama":
+        folder = model_folder(family)
+    else:
+        shutil.copytree(tokenizer_folder, folder)
+        ends = {"eos_token_id": 0, "pad_token_id": 0, "bos_token_id": None}
+        tiny(family, **ends, vocab_size=VOCABULARY).save_pretrained(folder)
+    warm = Sampling(max_new_tokens=12, temperature=1.5, seed=3, logprobs=3)
+    with opened(folder, offload="max") as model:
+        answers = write(model, PROMPTS[:1], warm) + write(model, PROMPTS, warm)[1:]
+        first = write(model, PROMPTS[:1], replace(warm, logprobs=None))
+        assert first[0].tokens == answers[0].tokens and not first[0].logprobs
+        names = model.tokenizer
+    alone = plain(folder)
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        with torch.no_grad():
+            logits = alone(input_ids=torch.tensor([prompt + list(answer.tokens)])).logits[0]
+        wanted = torch.log_softmax(logits.float(), dim=-1)[len(prompt) - 1 :]
+        assert len(answer.logprobs) == len(answer.tokens) > 3
+        for told, token, chances in zip(answer.logprobs, answer.tokens, wanted, strict=False):
+            assert told.logprob == pytest.approx(float(chances[token]), abs=1e-4)
+            best = chances.topk(3)
+            assert [one.logprob for one in told.top] == pytest.approx(
+                best.values.tolist(), abs=1e-4
+            )
+            assert told.top[0].text in (
+                names.decode([int(best.indices[0])]),
+                f" {names.decode([int(best.indices[0])])}",
+            )
+        whole = b"".join(bytes(one.bytes or ()) for one in answer.logprobs)
+        assert whole.decode(errors="replace").strip("�") == answer.text.strip("�")

@@ -15,8 +15,9 @@ from fluxtrain.errors import BadInput
 from fluxtrain.events import events as ev
 from fluxtrain.events.journal import read_events
 from fluxtrain.events.run_folder.run_dir import RunDir
+from fluxtrain.models.generate.batch import write
 from fluxtrain.models.generate.sampling import Sampling, _mend
-from fluxtrain.models.generate.writing import text_of, write
+from fluxtrain.models.generate.writing import text_of
 from fluxtrain.models.loading import ModelSource, load_model
 from fluxtrain.train import run as run_module
 from fluxtrain.train.samples import TrainedModel

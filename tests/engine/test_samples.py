@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fluxtrain.errors import BadInput
 from fluxtrain.events import events as ev
-from fluxtrain.models.generate import writing
+from fluxtrain.models.generate import batch
 from tests.engine.runs import MakeConfig, of, run, weights
 
 PROMPTS = ["the quick brown", "a model is trained block by block, and", "what"]
@@ -93,7 +93,7 @@ def test_a_prompt_is_a_users_words_where_conversations_are_trained_on(
     asked = [{"role": "system", "content": "a"}, {"role": "user", "content": "three?"}]
     file.write_text('"two?"\n\n' + json.dumps({"messages": asked}) + '\n{"prompt": "a dog"}\n')
     seen: list[list[int]] = []
-    true_write = writing.write
+    true_write = batch.write
 
     def watched(model: Any, prompts: Sequence[Sequence[int]], *rest: Any, **named: Any) -> Any:
         seen.extend(list(prompt) for prompt in prompts)
@@ -118,7 +118,7 @@ def test_a_round_that_does_not_fit_is_answered_in_smaller_batches(
     run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
-    true_write = writing.write
+    true_write = batch.write
 
     def tight(model: Any, prompts: Sequence[Sequence[int]], *rest: Any, **named: Any) -> Any:
         sizes.append(len(prompts))

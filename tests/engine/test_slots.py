@@ -23,10 +23,10 @@ from fluxtrain.events.answers.generation import (
     Unmount,
     encoded,
 )
-from fluxtrain.models.generate.batch import UntilStop
+from fluxtrain.models.generate.batch import write
 from fluxtrain.models.generate.prompts import Prompting, UserPrompt
 from fluxtrain.models.generate.sampling import Sampling
-from fluxtrain.models.generate.writing import write
+from fluxtrain.models.generate.writing import UntilStop
 from fluxtrain.results.generation_session import GenerationSession
 from fluxtrain.results.opened import OpenedModel
 from fluxtrain.results.serving import Stopping, serve

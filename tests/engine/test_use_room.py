@@ -12,7 +12,7 @@ import torch
 from fluxtrain.errors import DoesNotFit
 from fluxtrain.events import events as ev
 from fluxtrain.methods.text_task import CausalLM
-from fluxtrain.models.generate import writing
+from fluxtrain.models.generate import batch
 from fluxtrain.models.generate.prompts import Prompting, UserPrompt
 from fluxtrain.results import generation_session as sessions
 from fluxtrain.results.generation_session import Batches, GenerationSession, measure
@@ -63,7 +63,7 @@ def test_answers_to_a_file_are_written_fewer_at_once(
     model_folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [UserPrompt(text=f"number {n}", where=f"line {n}") for n in range(7)]
-    plain, sizes = writing.write, list[int]()
+    plain, sizes = batch.write, list[int]()
 
     def write(model: Any, batch: Any, *rest: Any, **more: Any) -> Any:
         sizes.append(len(batch))

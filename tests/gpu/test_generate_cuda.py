@@ -11,8 +11,8 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from fluxtrain.data.demo import train_tokenizer
+from fluxtrain.models.generate.batch import write
 from fluxtrain.models.generate.sampling import Sampling
-from fluxtrain.models.generate.writing import write
 from fluxtrain.results.evaluate_model import EvaluationRequest, evaluate_model
 from fluxtrain.results.generation_session import measure, rows_that_fit
 from fluxtrain.results.opened import ModelRequest, open_model

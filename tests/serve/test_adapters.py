@@ -14,9 +14,9 @@ import sqlalchemy as sa
 import torch
 
 from fluxtrain.events.answers.asking import FLUXTRAIN
+from fluxtrain.models.generate.batch import write
 from fluxtrain.models.generate.prompts import Prompting, UserPrompt
 from fluxtrain.models.generate.sampling import Sampling
-from fluxtrain.models.generate.writing import write
 from fluxtrain.serve.registry import keep
 from fluxtrain.serve.settings import ServedModel
 from fluxtrain.serve.store import versions

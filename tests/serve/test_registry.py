@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -105,7 +106,7 @@ def test_an_ask_waits_while_a_job_trains(served: Served) -> None:
     client = served.client()
     job = create(client, "waits")
     wait_for(lambda: served.service.queue.busy)
-    with pytest.raises(openai.InternalServerError) as refused:
+    with pytest.raises(openai.InternalServerError, match="a job trains.*1 B.*beside") as refused:
         asked(client, "demo")
     assert refused.value.response.headers["retry-after"] == "5"
     accepted = create(client, "too-large")  # its plan may find room when the job has ended
@@ -118,3 +119,56 @@ def test_an_ask_waits_while_a_job_trains(served: Served) -> None:
     assert asked(client, "demo") == "one two "
     needs_its_memory = create(client, "beside-no-worker")
     assert ended(client, needs_its_memory.id).status == "succeeded"
+
+
+def test_an_ask_is_answered_while_a_job_trains_where_the_operator_lets_it(
+    serve: Callable[..., Served],
+) -> None:
+    served = serve(inference="beside")
+    client = served.client()
+    job = create(client, "waits")
+    wait_for(lambda: served.service.queue.busy)
+    assert asked(client, "demo") == "one two "
+    assert client.fine_tuning.jobs.cancel(job.id).status == "cancelled"
+
+
+@pytest.mark.parametrize(
+    ("suffix", "named"),
+    [("../../My Model/2", "my-model-2"), ("Bücher & 中文:x", "bucher-x"), ("v1.0_b", "v1.0_b")],
+)
+def test_a_suffix_becomes_part_of_a_name_that_leads_nowhere(
+    served: Served, suffix: str, named: str
+) -> None:
+    client = served.client()
+    job = ended(client, create(client, suffix=suffix).id)
+    assert job.user_provided_suffix == suffix
+    assert job.fine_tuned_model == f"ft:demo:default:{named}:{job.id.removeprefix('ftjob-')}"
+    assert client.models.retrieve(job.fine_tuned_model).id == job.fine_tuned_model
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("n_epochs", -1, "greater than 0"),
+        ("batch_size", 0, "greater"),
+        ("learning_rate_multiplier", -2, "greater"),
+        ("n_epochs", "many", "auto.* or .*integer"),
+        ("n_epoch", 1, "not known"),
+    ],
+)
+def test_a_bad_hyperparameter_is_named_as_in_the_request(
+    served: Served, name: str, value: Any, told: str
+) -> None:
+    client = served.client()
+    with pytest.raises(openai.BadRequestError, match=told) as refused:
+        create(client, hyperparameters={name: value})
+    error: Any = refused.value.body
+    assert error["param"] == f"hyperparameters.{name}"
+    assert f"hyperparameters.{name}" in error["message"] and "train." not in error["message"]
+
+
+def test_an_unknown_endpoint_is_refused_in_words(served: Served) -> None:
+    with pytest.raises(openai.NotFoundError, match="no POST v1/embeddings.*chat/completions"):
+        served.client().embeddings.create(model="demo", input="x")
+    status, answer = call(served, "PUT", "usage")
+    assert status == 405 and "no PUT v1/fluxtrain/usage" in answer["error"]["message"]

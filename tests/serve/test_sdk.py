@@ -50,8 +50,7 @@ def test_the_transcripts_of_the_page_run_and_the_strict_sdk_agrees(
     text = "".join(one.choices[0].delta.content or "" for one in told if one.choices)
     assert text == whole.choices[0].message.content
     assert told[-1].usage == whole.usage
-    completion = client.completions.create(model=job.fine_tuned_model, prompt="It is", max_tokens=4)
-    assert completion.choices[0].finish_reason in ("length", "stop")
+    check_probabilities(client, question, whole, text)
 
     async def asynchronous() -> openai.types.chat.ChatCompletion:
         async with openai.AsyncOpenAI(
@@ -63,6 +62,34 @@ def test_the_transcripts_of_the_page_run_and_the_strict_sdk_agrees(
     assert asyncio.run(asynchronous()).choices[0].message == whole.choices[0].message
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(**{**question, "model": "ft:demo:default:mine:other"})
+
+
+def check_probabilities(client: openai.OpenAI, question: Any, whole: Any, text: str) -> None:
+    likely = client.chat.completions.create(**question, logprobs=True, top_logprobs=2)
+    tokens = likely.choices[0].logprobs.content
+    assert likely.choices[0].message == whole.choices[0].message
+    assert len(tokens) == whole.usage.completion_tokens
+    assert (
+        "".join(one.token for one in tokens)
+        == text
+        == bytes(byte for one in tokens for byte in one.bytes).decode()
+    )
+    assert all(one.logprob == one.top_logprobs[0].logprob <= 0 for one in tokens)
+    streamed = client.chat.completions.create(
+        **question, logprobs=True, top_logprobs=2, stream=True
+    )
+    of_pieces = [one.choices[0].logprobs for one in streamed]
+    assert [one for part in of_pieces if part for one in part.content] == tokens
+    completion = client.completions.create(
+        model=question["model"], prompt="It is", max_tokens=4, logprobs=2
+    )
+    assert completion.choices[0].finish_reason in ("length", "stop")
+    told_of = completion.choices[0].logprobs
+    assert "".join(told_of.tokens) == completion.choices[0].text
+    assert told_of.text_offset == [
+        len("".join(told_of.tokens[:at])) for at in range(len(told_of.tokens))
+    ]
+    assert all(len(top) == 2 for top in told_of.top_logprobs)
 
 
 def test_the_server_imports_no_torch_and_stays_small(command: Command) -> None:

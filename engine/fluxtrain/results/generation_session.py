@@ -17,9 +17,10 @@ from fluxtrain.errors import BadInput
 from fluxtrain.events.answers.generation import Answered, Expected, Ready
 from fluxtrain.machine.gpu import Gpus
 from fluxtrain.machine.machine import read_machine
+from fluxtrain.models.generate.batch import room_for, write
 from fluxtrain.models.generate.prompts import Prompting, UserPrompt
 from fluxtrain.models.generate.sampling import Sampling, stops
-from fluxtrain.models.generate.writing import Written, room_for, write
+from fluxtrain.models.generate.writing import Written
 from fluxtrain.models.loading import tokenizer_of_folder
 from fluxtrain.models.model_files import TOKENIZER_FILES
 from fluxtrain.plan.facts import activation_estimate
@@ -195,8 +196,6 @@ class Batches:
         for prompt in prompts:
             # not kept: tokens take several times the memory of their text
             count = len(session.prompting.tokens(prompt))
-            if not count:
-                raise BadInput(f"{prompt.where} has no tokens: write something to continue")
             try:
                 room_for(session.opened, count, wanted)
             except BadInput as error:
@@ -257,4 +256,5 @@ def answered(name: str, written: Written) -> Answered:
         tokens=len(written.tokens),
         prompt_tokens=written.prompt_tokens,
         seconds=written.seconds,
+        logprobs=written.logprobs,
     )

@@ -27,7 +27,6 @@ from fluxtrain.events.answers.generation import (
 from fluxtrain.models.generate.batch import AnswerBatch, AnswerRow
 from fluxtrain.models.generate.prompts import UserPrompt
 from fluxtrain.models.generate.sampling import Sampling
-from fluxtrain.models.generate.writing import write
 from fluxtrain.results.generation_session import (
     MOST_ROWS,
     GenerationSession,
@@ -108,13 +107,12 @@ class _Answering:
         self._voices: dict[str, GenerationSession] = {}  # by adapter
         self._batch = AnswerBatch(session.opened, self._before_pass)
         self._waiting: list[AnswerRow] = []
-        self._alone: AnswerRow | None = None  # is written by itself
         self._most: int | None = None  # rows at once, where memory has run out
 
     @property
     def is_busy(self) -> bool:
         """Return whether an answer is under way."""
-        return bool(self._batch.rows or self._waiting or self._alone)
+        return bool(self._batch.rows or self._waiting)
 
     def take(self, line: Ask | Stop | Mount | Unmount | Refused) -> None:
         """Carry out a line."""
@@ -133,16 +131,13 @@ class _Answering:
 
     def stop(self, name: str) -> None:
         """End one answer with its text so far, or all ("")."""
-        for row in (*self._batch.rows, *self._waiting, *filter(None, [self._alone])):
+        for row in (*self._batch.rows, *self._waiting):
             if name in ("", row.id):
                 row.ended = "stopped"
         self._end()
 
     def go_on(self) -> None:
         """Let waiting rows in, and compute one more token of every row."""
-        if self._waiting and not self._batch.is_possible:
-            self._write_alone(self._waiting.pop(0))
-            return
         try:
             if self._batch.rows:
                 self._batch.step()
@@ -160,37 +155,25 @@ class _Answering:
         self._batch.leave([row for row in ended if row in self._batch.rows])
         self._waiting = [row for row in self._waiting if row.ended is None]
         for row in ended:
-            written = row.written()  # sends the last text
-            self._send(answered(row.id, written))
+            try:
+                written = row.written()  # sends the last text
+                self._send(answered(row.id, written))
+            except BadInput as error:
+                self._send(Refused(id=row.id, message=str(error)))
 
     def _room(self) -> int:
         """Return how many of the waiting rows may join now."""
+        if not self._batch.changes_rows:
+            return 0 if self._batch.rows else 1
         longest = max(len(row.ids) for row in self._waiting)
         most = max(row.most for row in self._waiting)
         fitting = rows_that_fit(self._session.opened, self._session.measured, longest, most)
         limit = MOST_ROWS if self._most is None else self._most
         return min(fitting, limit - len(self._batch.rows))
 
-    def _write_alone(self, row: AnswerRow) -> None:
-        """Write a whole answer, of a model whose kind of cache rows cannot join."""
-        self._alone = row
-
-        def stopped() -> bool:
-            self._hear()
-            return row.ended is not None
-
-        self._before_pass([row])
-        try:
-            written = write(row.voice, [row.ids], row.sampling, row.until.add, stopped)[0]
-            row.until.end()
-            written = replace(written, text=row.until.text)
-            self._send(answered(row.id, written))
-        except BadInput as error:
-            self._send(Refused(id=row.id, message=str(error)))
-        self._alone = None
-
     def _with_fewer_rows(self) -> None:
-        """Let half of the rows wait, with their text so far; memory ran out."""
+        """Compute half as many rows at once from here on; memory ran out. All wait with their
+        text so far, for their keys and values may be of half a pass."""
         rows = self._batch.rows
         if len(rows) == 1 or (not rows and self._most == 1):
             row = rows[0] if rows else self._waiting.pop(0)
@@ -199,9 +182,8 @@ class _Answering:
             self._send(Refused(id=row.id, message=told))
             return
         self._most = max(1, (len(rows) or len(self._waiting)) // 2)
-        gone = rows[self._most :]
-        self._batch.leave(gone)
-        self._waiting = [*gone, *self._waiting]
+        self._batch.leave(rows)
+        self._waiting = [*rows, *self._waiting]
 
     def _row(self, asked: Ask) -> AnswerRow:
         session = self._session
@@ -210,12 +192,12 @@ class _Answering:
             if slots is None or asked.adapter not in slots.filled:
                 raise BadInput(f"the adapter {asked.adapter} is not mounted: mount it first")
             session = self._voices[asked.adapter]
-        return AnswerRow.of(
+        return AnswerRow(
             asked.id,
             session.opened,
             session.prompting.tokens(_prompt(asked), plain=asked.plain),
             _sampling(asked, self._session.sampling),
-            lambda text: self._send(Text(id=asked.id, text=text)),
+            lambda text, told: self._send(Text(id=asked.id, text=text, logprobs=told)),
             asked.adapter,
         )
 
@@ -248,7 +230,7 @@ def _prompt(asked: Ask) -> UserPrompt:
 def _sampling(asked: Ask, usual: Sampling) -> Sampling:
     given = {
         name: value
-        for name in ("max_new_tokens", "temperature", "top_p", "seed", "stop")
+        for name in ("max_new_tokens", "temperature", "top_p", "seed", "stop", "logprobs")
         if (value := getattr(asked, name)) is not None
     }
     return replace(usual, **given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -42,6 +43,7 @@ from fluxtrain.serve.worker import Said
 
 JSON_BYTES = 16 << 20
 FORM_BYTES = 1 << 16  # of an upload's form besides the file
+_MEMBER = re.compile(r"int|float|str|list\[.*\]|literal\[.*\]")  # as pydantic names them
 Limit = Annotated[int, Query(ge=1, le=1000)]
 After = Annotated[str | None, Query()]
 
@@ -127,14 +129,23 @@ def _answer_errors(app: FastAPI, service: Service) -> None:
 
     @app.exception_handler(RequestValidationError)
     def _(_: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        param = ".".join(str(part) for part in first["loc"][1:])
-        told = "is not known here" if first["type"] == "extra_forbidden" else first["msg"]
+        found = error.errors()
+        param = _named(found[0]["loc"])
+        same = [one for one in found if _named(one["loc"]) == param]  # of a union, all its members
+        told = " or ".join(dict.fromkeys(one["msg"] for one in same))
+        told = "is not known here" if found[0]["type"] == "extra_forbidden" else told
         return _error(400, f"{param or 'the body'}: {told}", "invalid_request", param)
 
     @app.exception_handler(HTTPException)
-    def _(_: Request, error: HTTPException) -> JSONResponse:
-        return _error(error.status_code, str(error.detail))
+    def _(request: Request, error: HTTPException) -> JSONResponse:
+        if error.status_code not in (404, 405):
+            return _error(error.status_code, str(error.detail))
+        told = (
+            f"this server has no {request.method} {request.url.path.lstrip('/')}: it has files, "
+            "fine_tuning/jobs, models, chat/completions and completions under /v1, and what "
+            "docs/service.md names"
+        )
+        return _error(error.status_code, told, "unknown_url")
 
     @app.middleware("http")
     async def _(request: Request, go_on: Callable[[Request], Any]) -> Any:
@@ -145,6 +156,12 @@ def _answer_errors(app: FastAPI, service: Service) -> None:
             answer = _error(500, "a bug of FluxTrain: the server's log has the traceback")
         answer.headers["x-request-id"] = new_id("req")
         return answer
+
+
+def _named(place: Sequence[int | str]) -> str:
+    """Return the field that an error of the body is about, without the member of its union."""
+    names = [str(part) for part in place[1:]]
+    return ".".join(part for part in names if not _MEMBER.fullmatch(part))
 
 
 def _refused_size(request: Request, service: Service) -> JSONResponse | None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Literal
 
 import msgspec
 from pydantic import Field
 
-from fluxtrain.events.answers.generation import Answered, Ask, Text
+from fluxtrain.events.answers.generation import Answered, Ask, Text, TokenLogprob
 from fluxtrain.serve.refusal import Body, Refusal
 from fluxtrain.serve.store import new_id
 from fluxtrain.serve.worker import Said
@@ -54,14 +54,19 @@ class ChatRequest(SamplingFields):
     """The body of `POST /v1/chat/completions`."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     metadata: dict[str, str] | None = None
     store: bool | None = None
 
     def ask(self) -> Ask:
         """Return the question to the worker. Raises Refusal."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise Refusal("top_logprobs needs logprobs: true", param="top_logprobs")
         return msgspec.structs.replace(
             super().ask(),
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             messages=tuple(_plain(message) for message in self.messages),
             max_new_tokens=self.max_completion_tokens or self.max_tokens,
         )
@@ -71,10 +76,14 @@ class CompletionRequest(SamplingFields):
     """The body of `POST /v1/completions`."""
 
     prompt: str = Field(min_length=1)
+    logprobs: int | None = Field(default=None, ge=0, le=5)
 
     def ask(self) -> Ask:
         """Return the question to the worker."""
-        return msgspec.structs.replace(super().ask(), prompt=self.prompt, plain=True)
+        asked = super().ask()
+        return msgspec.structs.replace(
+            asked, prompt=self.prompt, plain=True, logprobs=self.logprobs
+        )
 
 
 class GenerateRequest(Body):
@@ -97,12 +106,15 @@ class OpenAIAnswer:
         """Return the whole answer, and the worker's summary of it."""
         answer = [event async for event in said][-1]
         assert isinstance(answer, Answered)
-        ending: dict[str, Any] = {"index": 0, "finish_reason": REASONS[answer.ended]}
+        choice: dict[str, Any] = {
+            "index": 0,
+            "finish_reason": REASONS[answer.ended],
+            "logprobs": self._logprobs(answer.logprobs),
+        }
         if self._chats:
-            message = {"role": "assistant", "content": answer.text, "refusal": None}
-            choice = {**ending, "message": message, "logprobs": None}
+            choice["message"] = {"role": "assistant", "content": answer.text, "refusal": None}
         else:
-            choice = {**ending, "text": answer.text, "logprobs": None}
+            choice["text"] = answer.text
         kind = "chat.completion" if self._chats else "text_completion"
         return self._object(kind, [choice], usage=_usage(answer)), answer
 
@@ -110,11 +122,15 @@ class OpenAIAnswer:
         """Yield the objects of a stream, and in the end the worker's summary."""
         if self._chats:
             yield self._piece({"role": "assistant", "content": ""})
+        told = 0  # tokens whose probabilities were sent
         async for event in said:
             if isinstance(event, Text):
-                yield self._piece({"content": event.text} if self._chats else event.text)
+                content = {"content": event.text} if self._chats else event.text
+                yield self._piece(content, None, event.logprobs)
+                told += len(event.logprobs)
             elif isinstance(event, Answered):
-                yield self._piece({} if self._chats else "", REASONS[event.ended])
+                content = {} if self._chats else ""
+                yield self._piece(content, REASONS[event.ended], event.logprobs[told:])
                 options = self._asked.stream_options
                 if options is not None and options.include_usage:
                     yield self._object(self._kind, [], usage=_usage(event))
@@ -124,10 +140,34 @@ class OpenAIAnswer:
     def _kind(self) -> str:
         return "chat.completion.chunk" if self._chats else "text_completion"
 
-    def _piece(self, content: dict[str, str] | str, reason: str | None = None) -> dict[str, Any]:
+    def _piece(
+        self,
+        content: dict[str, str] | str,
+        reason: str | None = None,
+        logprobs: Sequence[TokenLogprob] = (),
+    ) -> dict[str, Any]:
         inner = {"delta": content} if self._chats else {"text": content}
-        choice = {"index": 0, "finish_reason": reason, "logprobs": None, **inner}
+        told = self._logprobs(logprobs) if logprobs else None
+        choice = {"index": 0, "finish_reason": reason, "logprobs": told, **inner}
         return self._object(self._kind, [choice])
+
+    def _logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        """Return the probabilities of tokens in the form of the request; None where it asks for
+        none."""
+        if self._asked.logprobs in (None, False):
+            return None
+        if self._chats:
+            shown = [
+                {**_token(one), "top_logprobs": [_token(other) for other in one.top]}
+                for one in tokens
+            ]
+            return {"content": shown, "refusal": None}
+        return {
+            "tokens": [one.text for one in tokens],
+            "token_logprobs": [one.logprob for one in tokens],
+            "top_logprobs": [{other.text: other.logprob for other in one.top} for one in tokens],
+            "text_offset": [one.at for one in tokens],
+        }
 
     def _object(self, kind: str, choices: list[Any], **more: Any) -> dict[str, Any]:
         return {
@@ -146,6 +186,11 @@ def _usage(answer: Answered) -> dict[str, int]:
         "completion_tokens": answer.tokens,
         "total_tokens": answer.prompt_tokens + answer.tokens,
     }
+
+
+def _token(told: TokenLogprob) -> dict[str, Any]:
+    shown = None if told.bytes is None else list(told.bytes)
+    return {"token": told.text, "logprob": told.logprob, "bytes": shown}
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:

@@ -181,11 +181,13 @@ def _is_finite(value: Any) -> bool:
 
 
 def _journal_events(job_id: str, lines: list[bytes]) -> Iterator[tuple[Any, dict[str, Any]]]:
+    latest_s = 0.0  # a clock that was set back does not change the order
     for line in lines:
         event = decode_line(line)
         shown = None if event is None else api_event(job_id, event)
         if event is not None and shown is not None:
-            yield (event.wall_s, event.seq), shown
+            latest_s = max(latest_s, event.wall_s)
+            yield (latest_s, event.seq), shown
 
 
 def _notes(row: Mapping[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:

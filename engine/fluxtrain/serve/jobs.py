@@ -36,6 +36,11 @@ _CLOSED = (
     "method.base",
     "placement.device",
 )
+_KEYS = {  # of OpenAI's hyperparameters
+    "n_epochs": "train.epochs",
+    "batch_size": "train.batch_rows",
+    "learning_rate_multiplier": "train.learning_rate",
+}
 SHOWN = [  # what `job_object` needs of a row; to decode the rest takes a list half as long again
     jobs.c[name]
     for name in (
@@ -155,10 +160,9 @@ def config_of(
         key = "path" if kind == "training" else "held_out_path"
         data[key] = str(content_of(store, row))
     wished = asked.asked
-    if wished.n_epochs != "auto":
-        train["epochs"] = wished.n_epochs
-    if wished.batch_size != "auto":
-        train["batch_rows"] = wished.batch_size
+    for name in ("n_epochs", "batch_size"):
+        if (value := getattr(wished, name)) != "auto":
+            train[_KEYS[name].removeprefix("train.")] = value
     if asked.seed is not None:
         train["seed"] = data["seed"] = asked.seed
     rank = raw["method"].get("rank", 0)
@@ -168,7 +172,8 @@ def config_of(
             f"{settings.slot_rank} at most: use that or less",
             param="method.rank",
         )
-    config = _validated(raw).model_dump(mode="json", exclude_defaults=True)
+    asked_for = {name: key for name, key in _KEYS.items() if getattr(wished, name) != "auto"}
+    config = _validated(raw, asked_for).model_dump(mode="json", exclude_defaults=True)
     return config, {kind: row["blob"] for kind, row in blobs.items()}
 
 
@@ -190,14 +195,22 @@ def with_rate(config: dict[str, Any], asked: JobRequest, plan: PlanAnswer | None
             retry_after_s=60.0,
         )
     changed = _merged(config, {"train": {"learning_rate": float(usual) * times}})
-    return _validated(changed).model_dump(mode="json", exclude_defaults=True)
+    return _validated(changed, _KEYS).model_dump(mode="json", exclude_defaults=True)
 
 
-def _validated(raw: dict[str, Any]) -> RunConfig:
+def _validated(raw: dict[str, Any], asked: Mapping[str, str]) -> RunConfig:
+    """Return the configuration of a run. Raises Refusal with the names of the request: `asked` has
+    the hyperparameters that were set, and their settings."""
     try:
         return validate(raw, "fluxtrain")
     except BadInput as error:
-        raise Refusal(str(error), param="fluxtrain") from error
+        told = str(error)
+        for name, key in asked.items():
+            if f" {key}" in told:
+                named = f"hyperparameters.{name}"
+                told = told.removeprefix("fluxtrain: ").replace(key, named)
+                raise Refusal(told, param=named) from error
+        raise Refusal(told, param="fluxtrain") from error
 
 
 def _method(served: ServedModel) -> dict[str, Any]:

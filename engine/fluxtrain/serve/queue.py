@@ -57,7 +57,7 @@ STOP_AGAIN_S = 5.0  # between two requests to a trainer that has not stopped yet
 SILENT_S = 30.0
 RETAIN_PERIOD_S = 3600.0
 EXAMINE_PERIOD_S = 600.0
-LONGEST_S = 3600.0  # that a job waits to be tried again; a longer time is of a clock that was set
+LONGEST_S = 120.0  # that a job waits to be tried again; a longer time is of a clock that was set
 MONTH_S = 30 * 86400.0
 # How often an end is tried again while no new step was made, and the first pause, which doubles.
 TRIES = {
@@ -161,6 +161,7 @@ class Queue:
         self._thread = threading.Thread(target=self._run, name="queue", daemon=True)
         self._retained_s = -RETAIN_PERIOD_S
         self.running: frozenset[str] = frozenset()  # ids of the jobs whose trainers run
+        self.held = ""  # what the trainers that run hold, in words; "" while none runs
 
     def start(self) -> None:
         """Begin; trainers that an earlier server started are adopted."""
@@ -210,6 +211,7 @@ class Queue:
         if time.monotonic() - self._retained_s > RETAIN_PERIOD_S:
             self._retained_s = time.monotonic()
             delete_old(self._store, self._settings.retention_days)
+        self.held = _held(running)
         self.running = frozenset(row["id"] for row in running)
         for row in rows:
             if row in running:
@@ -396,6 +398,23 @@ class Queue:
             notes = connection.execute(query).scalar_one()
             changed = [*notes, [time.time(), level, without_folders(text)]]
             connection.execute(sa.update(jobs).where(jobs.c.id == row["id"]).values(notes=changed))
+
+
+def _held(running: list[Mapping[str, Any]]) -> str:
+    """Tell what the plans of jobs that run take."""
+    if not running:
+        return ""
+    jobs_text = "a job trains" if len(running) == 1 else f"{len(running)} jobs train"
+    cards = ", ".join(sorted(str(row["card"]) for row in running if (row["card"] or 0) >= 0))
+    where = f" on card {cards}" if cards else ""
+    device, host = (
+        sum(int(row["plan"].get(kind) or 0) for row in running)
+        for kind in ("device_bytes", "host_bytes")
+    )
+    return (
+        f"{jobs_text}{where} and, by plan, needs {bytes_text(device)} of device and "
+        f"{bytes_text(host)} of host memory"
+    )
 
 
 class _Examined:

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import time
+import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -25,8 +26,14 @@ CHECKPOINT = ":ckpt-step-"  # in the name of a checkpoint's model, before its st
 
 
 def model_name(row: Mapping[str, Any]) -> str:
-    """Return the name of the model that a job makes."""
-    suffix, number = row["request"].get("suffix") or "", row["id"].removeprefix("ftjob-")
+    """Return the name of the model that a job makes.
+
+    Of its suffix a-z, digits, dots and underscores stay: names stand in addresses and file names.
+    """
+    plain = unicodedata.normalize("NFKD", row["request"].get("suffix") or "")
+    letters = plain.encode("ascii", "ignore").decode().lower()
+    suffix = re.sub(r"[^a-z0-9._]+", "-", letters).strip("-.")
+    number = row["id"].removeprefix("ftjob-")
     return f"ft:{row['request']['model']}:{row['project']}:{suffix}:{number}"
 
 

@@ -61,7 +61,7 @@ class Service:
         commands of `fluxtrain`."""
         self.store, self.settings, self._program = store, settings, program
         self.queue = Queue(store, settings, trainer)
-        self.worker = ModelWorker(self._may_answer, partial(checked, store), program)
+        self.worker = ModelWorker(self._why_no_answer, partial(checked, store), program)
         self.watched = Watched(
             store=store, settings=settings, queue=self.queue, answers=AnswerCounts()
         )
@@ -209,12 +209,8 @@ class Service:
 
     async def _loss(self, version: Mapping[str, Any], data: Path) -> float:
         """Evaluate a version on a file. Raises Refusal while a job has the memory."""
-        if not self._may_answer():
-            raise Refusal(
-                "a job trains, which needs the memory: promote when it has ended",
-                status=503,
-                retry_after_s=60.0,
-            )
+        if why := self._why_no_answer():
+            raise Refusal(why, status=503, retry_after_s=60.0)
         await self.worker.leave()
         folder = await run_in_threadpool(
             checked, self.store, self.store.models / version["artifact"]
@@ -298,8 +294,15 @@ class Service:
             raise not_found("model", name)
         return WorkerModel(model=str(run.path), options=("--step", step))
 
-    def _may_answer(self) -> bool:
-        return self.settings.inference == "beside" or not self.queue.busy
+    def _why_no_answer(self) -> str:
+        """Tell what holds the memory that answers need; "" where they may be given."""
+        if self.settings.inference == "beside" or not self.queue.busy:
+            return ""
+        return (
+            f"{self.queue.held}: ask again when training has ended, or let the operator set "
+            "inference: beside in serve.yaml, which answers meanwhile where there is memory for "
+            "both"
+        )
 
     async def _yield_to_jobs(self) -> None:
         while True:

@@ -85,16 +85,16 @@ class ModelWorker:
 
     def __init__(
         self,
-        may_run: Callable[[], bool],
+        why_not: Callable[[], str],
         check: Callable[[Path], object],
         program: tuple[str, ...] = FLUXTRAIN,
     ) -> None:
         """Prepare a worker.
 
-        may_run: returns whether memory allows one now; check: raises Refusal for an adapter whose
-        files were changed.
+        why_not: tells what holds the memory that a worker needs, "" where nothing does; check:
+        raises Refusal for an adapter whose files were changed.
         """
-        self._may_run, self._check, self._program = may_run, check, program
+        self._why_not, self._check, self._program = why_not, check, program
         self._worker: _Worker | None = None
         self._changing = asyncio.Lock()
 
@@ -150,12 +150,12 @@ class ModelWorker:
 
     async def yield_to_jobs(self) -> None:
         """End the process while it may not run."""
-        if self._worker is not None and not self._may_run():
+        if self._worker is not None and self._why_not():
             await self.leave()
 
     async def _for(self, opened: WorkerModel) -> _Worker:
-        if not self._may_run():
-            raise _try_again("a job trains, which needs the memory: ask again when it has ended")
+        if why := self._why_not():
+            raise _try_again(why)
         async with self._changing:
             worker = self._worker
             if worker is not None and (worker.opened != opened or worker.why):

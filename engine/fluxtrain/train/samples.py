@@ -18,9 +18,10 @@ from fluxtrain.errors import BadInput, is_panic
 from fluxtrain.events.emitter import Announcer
 from fluxtrain.events.events import SampleGenerated
 from fluxtrain.machine.failures import first_line
+from fluxtrain.models.generate.batch import room_for, write
 from fluxtrain.models.generate.prompts import Prompting, UserPrompt, read_prompts
 from fluxtrain.models.generate.sampling import Sampling
-from fluxtrain.models.generate.writing import Written, room_for, write
+from fluxtrain.models.generate.writing import Written
 from fluxtrain.models.loading import LoadedModel
 from fluxtrain.train.checkpoint.randomness import randomness_of
 

@@ -42,6 +42,7 @@ class Ask(
     top_p: float | None = None
     seed: int | None = None
     stop: tuple[str, ...] | None = None  # texts that end the answer and are left out of it
+    logprobs: int | None = None  # say how likely tokens were, and so many others in their place
     adapter: str | None = None  # that is mounted; None: the model as it was opened
 
 
@@ -122,11 +123,22 @@ class Expected(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=
     at_most_s: float
 
 
+class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """How likely a token was: the logarithm of its probability, before temperature and top_p."""
+
+    text: str
+    logprob: float
+    bytes: tuple[int, ...] | None = None  # of its text; None: not known
+    at: int = 0  # characters of the answer before it
+    top: tuple[TokenLogprob, ...] = ()  # the most likely tokens of its place
+
+
 class Text(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="text"):
     """The next characters of an answer."""
 
     id: str
     text: str
+    logprobs: tuple[TokenLogprob, ...] = ()  # of their tokens, where they were asked for
 
 
 class Answered(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="answer"):
@@ -138,6 +150,7 @@ class Answered(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=
     tokens: int
     prompt_tokens: int
     seconds: float  # of the batch
+    logprobs: tuple[TokenLogprob, ...] = ()  # of all tokens, where they were asked for
 
 
 class Mounted(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="mounted"):

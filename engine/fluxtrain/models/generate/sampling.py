@@ -46,6 +46,8 @@ class DecodedModel(Protocol):
 
 MAX_NEW_TOKENS = 512
 MOST_STOPS = 16
+TRANSFORMERS_TOP_K = 50  # of its `generate` where a model says nothing
+MOST_LOGPROBS = 20
 # what can be drawn by; and what changes nothing, for None would be the model's own value again
 _POSSIBLE: dict[str, tuple[Callable[[float], bool], float]] = {
     "temperature": (lambda value: value > 0, 1.0),
@@ -66,6 +68,7 @@ class Sampling:
     top_p: float | None = None
     seed: int | None = None  # None: another draw each time
     stop: tuple[str, ...] = ()  # texts that end an answer, besides the model's own
+    logprobs: int | None = None  # likely tokens that are told for each; None: no probabilities
 
     def check_values(self) -> None:
         """Raise BadInput for a value that is out of its bounds."""
@@ -79,6 +82,8 @@ class Sampling:
             raise BadInput(f"top_p is {self.top_p}: use more than 0 and at most 1")
         if len(self.stop) > MOST_STOPS or not all(self.stop):
             raise BadInput(f"stop takes up to {MOST_STOPS} texts, and none that is empty")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
+            raise BadInput(f"logprobs is {self.logprobs}: use 0 to {MOST_LOGPROBS}")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise BadInput(f"seed is {self.seed}: use 0 to 2**63 - 1")
 
@@ -110,6 +115,8 @@ def settings_for(opened: DecodedModel, sampling: Sampling, most: int) -> Generat
     if sampling.temperature is not None:
         settings.temperature = sampling.temperature or None
         settings.do_sample = sampling.temperature > 0
+    if settings.do_sample and settings.top_k is None:
+        settings.top_k = TRANSFORMERS_TOP_K
     if not settings.do_sample:
         settings.temperature = settings.top_p = settings.top_k = None
     made: GenerationConfig = settings

@@ -1,0 +1,151 @@
+"""What clients and clocks do to a server that it has to stand: large bodies and lines, streams that
+nobody reads, a clock that is set back."""
+
+from __future__ import annotations
+
+import io
+import json
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from fluxtrain.events.emitter import Emitter
+from fluxtrain.events.events import LogWritten
+from fluxtrain.serve import queue
+from fluxtrain.serve.jobs import run_of
+from fluxtrain.serve.refusal import Refusal
+from fluxtrain.serve.settings import Quotas
+from fluxtrain.serve.uploads import add_file
+from tests.serve.conftest import Served, create, ended, rows, upload, wait_for
+
+MIB = 1 << 20
+
+
+def connected(served: Served) -> socket.socket:
+    host, port = served.url.removeprefix("http://").removesuffix("/v1").split(":")
+    return socket.create_connection((host, int(port)), timeout=60)
+
+
+def request(served: Served, line: str, *headers: str) -> bytes:
+    key = f"Authorization: Bearer {served.keys['admin']}"
+    return "\r\n".join([f"{line} HTTP/1.1", "Host: x", key, *headers, "", ""]).encode()
+
+
+def memory_bytes() -> int:
+    return int(psutil.Process().memory_info().rss)
+
+
+def test_three_gigabytes_are_refused_before_they_come_and_while_they_do(served: Served) -> None:
+    before = memory_bytes()
+    headers = ("Content-Type: multipart/form-data; boundary=b", f"Content-Length: {3 << 30}")
+    with connected(served) as client:
+        client.sendall(request(served, "POST /v1/files", *headers))
+        answer = b""
+        while b"}" not in answer:  # nothing of the body has been sent
+            answer += client.recv(65536)
+        assert b" 413 " in answer.partition(b"\r\n")[0] and b"512 MiB" in answer
+        for _ in range(256):  # a client that does not listen: it is let send, for the answer's sake
+            client.sendall(bytes(MIB))
+        assert memory_bytes() - before < 64 * MIB
+    assert not list(served.service.store.files.iterdir())
+    assert upload(served.client())
+
+
+class Generated(io.RawIOBase):
+    """Content that is made while it is read."""
+
+    def __init__(self, begins: bytes, size_bytes: int, ends: bytes) -> None:
+        self._pieces = iter([begins, *[b"a" * MIB] * (size_bytes // MIB), ends, b""])
+        self.given = 0
+
+    def read(self, size: int = -1) -> bytes:
+        piece = next(self._pieces)
+        self.given += len(piece)
+        return piece
+
+
+@pytest.mark.parametrize("size_bytes", [100 * MIB, 3 << 30])
+def test_a_line_without_an_end_costs_no_memory_and_is_refused(
+    served: Served, size_bytes: int
+) -> None:
+    begins = b'{"messages": [{"role": "user", "content": "'
+    content: Any = Generated(begins, size_bytes, b'"}]}\n')
+    before, store = memory_bytes(), served.service.store
+    told = "longer than 64.0 MiB" if size_bytes < 512 * MIB else "more than 512 MiB"
+    with pytest.raises(Refusal, match=told) as refused:
+        add_file(store, Quotas(), "default", "data.jsonl", content)
+    assert refused.value.status == (400 if size_bytes < 512 * MIB else 413)
+    assert content.given <= 514 * MIB
+    assert memory_bytes() - before < 256 * MIB
+    assert not list(store.files.iterdir())
+
+
+def test_an_event_stream_that_nobody_reads_holds_nobody_up(served: Served, tmp_path: Path) -> None:
+    client = served.client()
+    job = create(client, "waits")
+    wait_for(run_of(job.id).journal.exists)
+    emitter = Emitter(tmp_path / "many", None)
+    emitter.emit(LogWritten(level="warning", text="x" * 2000))
+    emitter.close()
+    line = json.loads((tmp_path / "many").read_bytes())
+    with run_of(job.id).journal.open("ab") as journal:  # 20 MB of warnings
+        for number in range(10_000):
+            journal.write(json.dumps({**line, "seq": 1000 + number}).encode() + b"\n")
+    before = memory_bytes()
+    deaf = [connected(served) for _ in range(4)]
+    for one in deaf:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        one.sendall(request(served, f"GET /v1/fine_tuning/jobs/{job.id}/events?stream=true"))
+    time.sleep(1.0)
+    started_s = time.monotonic()
+    assert client.models.list().data and client.fine_tuning.jobs.retrieve(job.id).id == job.id
+    assert time.monotonic() - started_s < 5
+    assert memory_bytes() - before < 100 * MIB
+    for one in deaf:
+        one.close()
+    client.fine_tuning.jobs.cancel(job.id)
+    assert ended(client, job.id).status == "cancelled"
+
+
+def test_an_answer_that_nobody_reads_holds_nobody_up(served: Served) -> None:
+    client, words = served.client(), ("word" * 64 + " ") * 4_000
+    body = json.dumps(
+        {"model": "demo", "stream": True, "messages": [{"role": "user", "content": words}]}
+    ).encode()
+    headers = ("Content-Type: application/json", f"Content-Length: {len(body)}")
+    with connected(served) as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.sendall(request(served, "POST /v1/chat/completions", *headers) + body)
+        time.sleep(0.5)
+        message: Any = {"role": "user", "content": "one two"}
+        answer = client.chat.completions.create(model="demo", messages=[message], timeout=30)
+        assert answer.choices[0].message.content == "one two "
+    wait_for(lambda: not served.service.worker._worker.waiting)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("step_s", [-1800.0, -3600.0])
+def test_a_clock_that_is_set_back_loses_no_job_and_keeps_the_order(
+    serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch, step_s: float
+) -> None:
+    served = serve()
+    client = served.client()
+    job = create(client, "waits", "exit-8@1")
+    wait_for(run_of(job.id).journal.exists)
+    clock = SimpleNamespace(time=lambda: time.time() + step_s, monotonic=time.monotonic)
+    with served.service.store.write():  # between two looks of the queue
+        (run_of(job.id).path / "go").touch()
+        time.sleep(0.2)
+    wait_for(lambda: client.fine_tuning.jobs.list_events(job.id).data[0].level == "warn")
+    monkeypatch.setattr(queue, "time", clock)  # it was to wait for ten seconds
+    done = ended(client, job.id, timeout_s=30)
+    assert done.status in ("succeeded", "failed"), done
+    events = client.fine_tuning.jobs.list_events(job.id, limit=100).data
+    steps = [one.data["step"] for one in events if one.type == "metrics"]
+    assert steps == sorted(steps, reverse=True) and steps[0] == 4
+    assert upload(client, rows(9)) == client.files.list().data[0].id
