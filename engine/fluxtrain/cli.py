@@ -6,6 +6,7 @@ import contextlib
 import faulthandler
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -44,8 +45,8 @@ if TYPE_CHECKING:
 EXIT_CODES = (
     "Exit codes: 0 finished; 1 a bug of FluxTrain; 2 bad configuration or input; 3 does not fit in "
     "memory or on the disk; 4 diverged; 5 no space left on disk; 6 an exported model is not what "
-    "was trained; 7 a GPU failed; 8 a file cannot be read; 130 interrupted, 143 terminated, both "
-    "with a checkpoint."
+    "was trained; 7 a GPU or another process of the run failed; 8 a file cannot be read; "
+    "130 interrupted, 143 terminated, both with a checkpoint."
 )
 
 app = typer.Typer(
@@ -98,9 +99,10 @@ def train(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatur
     live_fd: Annotated[int | None, typer.Option("--live-fd", hidden=True)] = None,
 ) -> None:
     """Train a model. Its run directory holds the journal, the checkpoints and the result."""
-    from fluxtrain.events.trace.export import check_trace_path, traced
+    from fluxtrain.commands import processes
+    from fluxtrain.events.trace.export import check_trace_path
     from fluxtrain.models.model_files import read_ahead
-    from fluxtrain.train.checkpoint.recovery import find, new_run, resumed_config, truly_told
+    from fluxtrain.train.checkpoint.recovery import find, new_run, resumed_config
 
     if trace is not None:
         check_trace_path(trace)
@@ -108,37 +110,43 @@ def train(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatur
     chosen = chosen_config(config, demo, overrides)
     if chosen is None and resume is None and run_dir is None:
         raise nothing_named("train", overrides)
-    found = find(resume, run_dir, chosen)
+    found = None if chosen and processes.is_follower() else find(resume, run_dir, chosen)
     if chosen is None:
         assert found is not None, "either the configuration or the run is named"
         if not found.resumes:
             raise BadInput(f"{found.run_dir.path} holds no run: name a CONFIG.yaml, or use --demo")
         chosen = resumed_config(found.run_dir, overrides)
+    if chosen.parallel.processes > 1 and not processes.launched():
+        words = processes.words_of(config, demo, overrides, json, debug, trace, disk_wait)
+        processes.train_in_processes(chosen.parallel, found or new_run(chosen), words)
     if chosen.method.name != "qlora":  # whose packed weights may be kept
         read_ahead(chosen.model.path)
+    how: dict[str, Any] = {"live_fd": live_fd, "json": json, "disk_wait_s": 60.0 * disk_wait}
+    how["opened"] = (lambda _: None) if json or live_fd is not None else _tell_of_run
+    if processes.launched():
+        with Importing():
+            from fluxtrain.train.ranks import train_as_rank
+
+        train_as_rank(
+            chosen, lambda: found or new_run(chosen), partial(processes.kept, trace=trace), **how
+        )
+        return
     with Importing():
         from fluxtrain.train.run import train as train_run
 
-    def opened(run_dir: Path) -> None:
-        if not json and live_fd is None:
-            from fluxtrain.events.printable import printable
-            from fluxtrain.events.typed import typed
-
-            with contextlib.suppress(NoSpace):  # for what is printed: the run has its own disk
-                say(f"run: {printable(str(run_dir))}")
-                attach = printable(shlex.quote(str(run_dir)))
-                say(f"watch it with: {typed('fluxtrain-tui')} --attach {attach}")
-
     target = found or new_run(chosen)  # not before: while packages are read nothing tidies up
-    with truly_told(target), traced(target.run_dir, trace, complain):
-        train_run(
-            chosen,
-            target,
-            live_fd=live_fd,
-            json=json,
-            opened=opened,
-            disk_wait_s=60.0 * disk_wait,
-        )
+    with processes.kept(target, trace=trace):
+        train_run(chosen, target, **how)
+
+
+def _tell_of_run(run_dir: Path) -> None:
+    from fluxtrain.events.printable import printable
+    from fluxtrain.events.typed import typed
+
+    with contextlib.suppress(NoSpace):  # for what is printed: the run has its own disk
+        say(f"run: {printable(str(run_dir))}")
+        attach = printable(shlex.quote(str(run_dir)))
+        say(f"watch it with: {typed('fluxtrain-tui')} --attach {attach}")
 
 
 @app.command(epilog=EXIT_CODES)

@@ -114,6 +114,12 @@ class DeviceFailed(FluxTrainError, RuntimeError):
     exit_code = EXIT_DEVICE_FAILED
 
 
+class RankLost(FluxTrainError, RuntimeError):
+    """Another process of the run ended, so this one cannot go on."""
+
+    exit_code = EXIT_DEVICE_FAILED
+
+
 class ReadFailed(FluxTrainError, OSError):
     """A file that a run needs could not be read, or its scratch not be written, also after several
     attempts."""

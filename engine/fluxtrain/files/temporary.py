@@ -15,7 +15,8 @@ from fluxtrain.errors import BadInput, FluxTrainError, NoSpace, brief, system_er
 from fluxtrain.units import bytes_text
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-_OURS = re.compile(r"fluxtrain-(trial|base|adapter|dry-run)-[a-z0-9_]{8}")  # of `tempfile.mkdtemp`
+# the names that `tempfile.mkdtemp` makes
+_OURS = re.compile(r"fluxtrain-(trial|base|adapter|dry-run|rank)-[a-z0-9_]{8}")
 _CACHES = (  # variable, folder below it, folder below the home without it
     ("HF_HUB_CACHE", "", ".cache/huggingface/hub"),
     ("HF_MODULES_CACHE", "", ".cache/huggingface/modules"),

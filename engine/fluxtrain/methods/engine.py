@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fluxtrain.core.device.device import Device
 from fluxtrain.core.optimizer.state_shards import Held
+from fluxtrain.core.ranks.exchange import Exchange
 from fluxtrain.core.runtime.counters import Traffic
 from fluxtrain.core.updates.loss_scale import LossScale
 from fluxtrain.core.updates.norm import GradNorm
@@ -29,6 +30,7 @@ class TrainingEngine(Protocol):
     retries_blocks: bool  # that run out of device memory, with fewer rows at once
     loss_scale: LossScale | None  # of fp16
     plan: Placement  # where everything is, and why
+    exchange: Exchange  # with the other processes of the run
 
     @property
     def device(self) -> Device:

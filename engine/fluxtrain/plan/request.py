@@ -257,10 +257,20 @@ class ParallelRequest:
         "far as its memory goes; memory, by the memory of each; even; or numbers of blocks such as "
         "[20, 16], one for each card; auto is speed, and even where no times are known"
     )
+    processes: Positive = _knob(
+        "so many processes of this machine train together, each on one card (`fluxtrain train` "
+        "starts them with torchrun); by default one process uses all cards. A launcher of several "
+        "machines starts them itself: see docs/processes.md",
+        1,
+    )
+    restarts: Count = _knob(
+        "when a process dies, all start again from the last checkpoint, so many times", 0
+    )
     order: Order = _knob(
         "where it pays, the head's chunks of tokens are computed by all cards. fixed: the first "
         "card adds up its gradient in one card's order, and every weight has the bits of one card "
-        "with the same placement.chunk_rows; fast: each card may add up its own, in another order",
+        "with the same placement.chunk_rows; fast: each card may add up its own, in another order. "
+        "Of several processes gradients are added in the order of ranks, or as the backend does",
         "fixed",
     )
 

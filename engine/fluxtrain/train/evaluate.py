@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fluxtrain.config.schema import TrainSettings
+from fluxtrain.core.ranks.join import ALONE, Ranks
 from fluxtrain.events.events import EvaluationFinished, StoppedEarly
 from fluxtrain.methods.objective import B, Objective
 from fluxtrain.train.checkpoint.randomness import randomness_of
@@ -55,8 +56,10 @@ def evaluate(
     model: nn.Module,
     batches: Iterable[B],
     stop: Callable[[], bool] = lambda: False,
+    ranks: Ranks = ALONE,
 ) -> Evaluation | None:
-    """Evaluate `model` as it is now; pending updates must be flushed before.
+    """Evaluate `model` as it is now; pending updates must be flushed before. Each of several
+    `ranks` takes every so many-th batch.
 
     Restores the model's training mode and the random state. Returns None when there is nothing to
     evaluate, or when `stop` returned True between two batches.
@@ -68,15 +71,21 @@ def evaluate(
     model.eval()
     try:
         with torch.no_grad(), randomness_of(SEED):
-            for batch in batches:
+            for number, batch in enumerate(batches):
                 if stop():
                     return None
+                if number % ranks.world != ranks.rank:
+                    continue
                 units = objective.count(batch)
                 for name, mean in objective.metrics(model, batch).items():
                     totals[name] = totals.get(name, 0.0) + mean * units
                 count += units
     finally:
         model.train(was_training)
+    if ranks.world > 1:
+        names = sorted(set().union(*ranks.gather(set(totals))))
+        every, *sums = ranks.total([count, *(totals.get(name, 0.0) for name in names)])
+        totals, count = dict(zip(names, sums, strict=True)), int(every)
     if not count:
         return None
     return Evaluation(

@@ -53,11 +53,13 @@ def load_inputs(
     capability: Capability | None = None,
     tell: Tell | None = None,
     waits: Waits | None = None,
+    processes: int = 1,
 ) -> Inputs:
     """Read the model, and make the task of its method.
 
     `fits` is called before the weights are read. `capability` is the compute capability of the
-    card, None without one; `tell` and `waits` are those of `Method.task`.
+    card, None without one; `tell` and `waits` are those of `Method.task`. A step has the batches of
+    all `processes`.
 
     Raises:
         DoesNotFit: from `fits`.
@@ -65,7 +67,9 @@ def load_inputs(
     """
     method = method_of(config)
     loaded = method.load(config, fits, capability, tell, waits)
-    return Inputs(loaded=loaded, task=method.task(config, loaded, tell, waits))
+    passes = {"accumulation": config.train.accumulation * processes}
+    every = config.model_copy(update={"train": config.train.model_copy(update=passes)})
+    return Inputs(loaded=loaded, task=method.task(every, loaded, tell, waits))
 
 
 def told_of(inputs: Inputs, whole: bool) -> list[str]:
@@ -122,7 +126,8 @@ def ready_inputs(
     seed_everything(config.train.seed)
     fits = partial(refuse_before_loading, config, machine, device.value, disk)
     tell, waits = partial(session.announcer.phase, "loading"), session.disk.until_written
-    inputs = load_inputs(config, fits, card_capability(device.value), tell, waits)
+    capability, world = card_capability(device.value), session.ranks.world
+    inputs = load_inputs(config, fits, capability, tell, waits, world)
     for line in told_of(inputs, whole=config.method.name == "full"):
         session.announcer.warn(line)
     method_of(config).try_saving(inputs.loaded, session.run_dir.path)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fluxtrain.config.cadence import Cadence
+from fluxtrain.core.ranks.join import ALONE, Ranks
 from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.errors import Diverged, DoesNotFit, FluxTrainError, Interrupted
 from fluxtrain.events.emitter import Announcer
@@ -41,6 +42,7 @@ class LoopSettings:
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
     keeps_best: bool = False  # a checkpoint follows each evaluation that is the best so far
     samples: Sampler | None = None
+    seed: int = 0  # of what ranks but the first draw
 
 
 class TrainingLoop(Generic[B]):
@@ -58,8 +60,10 @@ class TrainingLoop(Generic[B]):
         requests: Requests,
         changes: LiveChanges,
         state: RunState,
+        ranks: Ranks = ALONE,
     ) -> None:
         self._model = model
+        self._ranks = ranks
         self._engine: TrainingEngine = engine_of(model)
         self._engine.retries_blocks = False  # steps are redone, which keeps the order of sums
         self._device = self._engine.device.torch_device
@@ -160,7 +164,9 @@ class TrainingLoop(Generic[B]):
         while True:
             started_s = time.perf_counter()
             try:
-                return evaluate(self._objective, self._model, self._held_out(), self._stopping)
+                return evaluate(
+                    self._objective, self._model, self._held_out(), self._stopping, self._ranks
+                )
             except torch.OutOfMemoryError as error:
                 self._make_room(error, time.perf_counter() - started_s, "the evaluation")
 
@@ -193,7 +199,7 @@ class TrainingLoop(Generic[B]):
             try:
                 return self._compute(clock)
             except torch.OutOfMemoryError as error:
-                if self._engine.partly_updated:
+                if self._engine.partly_updated or self._ranks.world > 1:  # others are in mid-step
                     raise self._out_of_memory(error) from error
                 # nothing was changed yet: weights move only after the norm is known
                 self._forget_gradients()
@@ -202,9 +208,13 @@ class TrainingLoop(Generic[B]):
                 self._make_room(error, time.perf_counter() - started_s, "the step")
 
     def _compute(self, clock: StepClock) -> QueuedStep:
-        """Run forward and backward for all batches of a step; the update waits for the norm."""
-        objective, batches = self._objective, self._data.next_step()
-        step_count = sum(objective.count(batch) for batch in batches)
+        """Run forward and backward for all batches of a step, of which each rank has its share; the
+        update waits for the norm."""
+        objective, every = self._objective, self._data.next_step()
+        step_count = sum(objective.count(batch) for batch in every)
+        batches = self._ranks.own(every)
+        if not self._ranks.is_first:  # a checkpoint has the generators of the first
+            torch.manual_seed(hash((self._settings.seed, self._step_number, self._ranks.rank)))
         clock.ends("data")
         limit = self._settings.max_grad_norm
         scale = self._engine.loss_scale
@@ -213,7 +223,8 @@ class TrainingLoop(Generic[B]):
         rate = self._settings.learning_rate_at(self._step_number)
         set_learning_rate(self._optimizer, rate)
         losses = []
-        for batch in batches:
+        for number, batch in enumerate(batches, 1):
+            self._engine.exchange.last_pass = number == len(batches)
             loss = objective.loss(self._model, batch, step_count)
             clock.ends("forward")
             if in_backward:
@@ -233,7 +244,7 @@ class TrainingLoop(Generic[B]):
         clock.ends("backward")
         return QueuedStep(
             number=self._step_number + 1,
-            tokens=sum(objective.tokens(batch) for batch in batches),
+            tokens=sum(objective.tokens(batch) for batch in every),
             epoch=self._data.epoch,
             learning_rate=rate,
             in_backward=in_backward,
@@ -290,6 +301,7 @@ class TrainingLoop(Generic[B]):
         evaluates = self._evaluations.is_due(self._step_number)
         saves = self._checkpoints.is_due(self._step_number)
         samples = self._samples_are_due(evaluated=evaluates)
+        evaluates, saves, samples = map(bool, self._ranks.most([evaluates, saves, samples]))
         if evaluates or saves or samples:
             self._report_queued()
         if evaluates:
@@ -336,6 +348,7 @@ class TrainingLoop(Generic[B]):
         self._announcer.phase(then)
 
     def _attend_requests(self) -> None:
+        self._requests.agree(self._ranks)
         if self._requests.waiting or self._changes.waiting:
             self._report_queued()
         if self._requests.paused:
@@ -365,6 +378,7 @@ class TrainingLoop(Generic[B]):
             self._checkpoints.poll(self._step_number)
             self._changes.carry_out(self.state.step, self._checkpoints.wait_copied)
             self._requests.wait_for_change()
+            self._requests.agree(self._ranks)
         self._announcer.phase("training")
 
     def _disturbed(self) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
+from fluxtrain.core.ranks.join import Ranks
 from fluxtrain.errors import EXIT_DOES_NOT_FIT, EXIT_INTERRUPTED, EXIT_TERMINATED, Interrupted
 
 CHANGES = ("apply", "undo")
@@ -37,6 +38,15 @@ class Requests:
         self._stop_code: int | None = None
         self._lack = ""
         self._ask_change: Ask | None = None
+        # pause, checkpoint, stop code, as several processes agreed; None: this one is alone
+        self._agreed: tuple[int, int, int] | None = None
+
+    def agree(self, ranks: Ranks) -> None:
+        """Make the requests to any process those of all, until the next call."""
+        if ranks.world > 1:
+            mine = [self._paused, self._checkpoint, self._stop_code or 0]
+            paused, checkpoint, stop = ranks.most(mine)
+            self._agreed = paused, checkpoint, stop
 
     def changes_go_to(self, ask: Ask) -> None:
         """Let `ask` answer `apply` and `undo` from now on, as the run is loaded."""
@@ -86,17 +96,20 @@ class Requests:
     @property
     def stop_code(self) -> int | None:
         """Return the exit code of a requested stop; None while the run continues."""
-        return self._stop_code
+        return self._stop_code if self._agreed is None else self._agreed[2] or None
 
     @property
     def waiting(self) -> bool:
         """Return whether a request waits for the loop."""
+        if self._agreed is not None:
+            return any(self._agreed)
         return self._paused or self._checkpoint or self._stop_code is not None
 
     @property
     def paused(self) -> bool:
         """Return whether the run is to pause; a requested stop ends a pause."""
-        return self._paused and self._stop_code is None
+        paused = self._paused if self._agreed is None else bool(self._agreed[0])
+        return paused and self.stop_code is None
 
     def ask_checkpoint(self) -> None:
         """Ask for a checkpoint. Safe in a signal handler, as `stop` is."""
@@ -104,6 +117,10 @@ class Requests:
 
     def take_checkpoint(self) -> bool:
         """Return whether a checkpoint was requested since the last call."""
+        if self._agreed is not None:
+            paused, asked, stop = self._agreed
+            self._agreed, self._checkpoint = (paused, 0, stop), self._checkpoint and not asked
+            return bool(asked)
         if not self._checkpoint:  # never set to False unless it was True: a signal may come here
             return False
         self._checkpoint = False

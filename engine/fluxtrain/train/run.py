@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
+import fluxtrain
 from fluxtrain.config.cadence import Cadence
 from fluxtrain.config.choices import choose_schedule, factor
 from fluxtrain.config.schema import RunConfig
-from fluxtrain.core.guards.wrap_checks import refuse_several_processes
-from fluxtrain.errors import Diverged, Interrupted, is_panic
+from fluxtrain.core.ranks.join import ALONE, Ranks, losses_told
+from fluxtrain.errors import BadInput, Diverged, Interrupted, is_panic
 from fluxtrain.events.answers.machine import Machine
 from fluxtrain.events.events import ChoiceMade, Hello, PlanChecked, SampleGenerated
 from fluxtrain.events.run_folder import own_files
@@ -56,6 +58,7 @@ from fluxtrain.train.run_plan import RunPlan, plan_run
 from fluxtrain.train.samples import Samples, TrainedModel, prompts_of
 from fluxtrain.train.session import Session
 
+SAME = "start every process with the same FluxTrain, configuration and files"
 EVALUATION_SHARE = 0.1  # of the time, at most, for evaluations whose interval is automatic
 
 
@@ -68,22 +71,26 @@ def train(
     kind: type[Run] | None = None,
     opened: Callable[[Path], None] = lambda _: None,
     disk_wait_s: float = 0.0,
+    ranks: Ranks = ALONE,
 ) -> None:
     """Train as `config` says in the directory of `target`; return when the model is exported.
 
     `kind` is another class of run, such as one that writes no checkpoint. `opened` is called with
     the run directory once this process holds its lock. A full disk is waited for `disk_wait_s`.
+    Each of several `ranks` calls this, with a directory of its own.
 
     Raises:
         FluxTrainError: with the exit code; the run directory holds the record of it.
     """
     made = kind or Run
-    refuse_several_processes()  # before any of them makes a run
     fix_threads()
-    machine = read_machine()
+    machine = _share_of(read_machine(), ranks)
     limit = machine.memory_total_bytes
-    open_session = partial(Session, target.run_dir, host_limit_bytes=limit)
-    with open_session(live_fd=live_fd, json=json, disk_wait_s=disk_wait_s) as session:
+    open_session = partial(Session, target.run_dir, host_limit_bytes=limit, ranks=ranks)
+    with (
+        open_session(live_fd=live_fd, json=json, disk_wait_s=disk_wait_s) as session,
+        losses_told(ranks),
+    ):
         session.trusts_code = config.model.trust_remote_code
         opened(target.run_dir.path)
         session.announcer.emit(hello := first_hello(config, target.run_dir, machine.line()))
@@ -92,10 +99,12 @@ def train(
         prompts_of(config.samples)  # what is missing is said before anything is loaded
         refuse_missing_trackers(config.trackers)
         config, chosen = with_row_length(config)
+        asked = config
         if not (configured := target.resumes and target.run_dir.run.exists()):
             write_run_file(target.run_dir, config, machine)
         session.configured()
-        checkpoint = _checkpoint_of(target, session)
+        checkpoint = ranks.of_first(_checkpoint_of(target, session) if ranks.is_first else None)
+        config = of_rank(config, ranks)
         device = choose_device(config)
         ready = partial(ready_inputs, config, session, made.files(session), machine, device, chosen)
         run = opened_once_more(
@@ -104,11 +113,13 @@ def train(
         )
         run.announce(hello)
         if configured:  # only now: a refused resume changes nothing of the run
-            write_run_file(target.run_dir, config, machine)
+            write_run_file(target.run_dir, asked, machine)
         session.begin_training()
-        session.track(config)
+        if ranks.is_first:
+            session.track(config)
         with session.naming_the_way_on():
             run.train()
+            ranks.end_training()
             session.signals.deferred = False
             run.finish()
 
@@ -117,6 +128,7 @@ class Run:
     """A run whose model is loaded, wrapped and, on a resume, restored."""
 
     keeps_checkpoints = True
+    checkpoint_writer: type[CheckpointWriter] = CheckpointWriter
 
     @staticmethod
     def files(session: Session) -> DiskCapacity:
@@ -135,13 +147,16 @@ class Run:
         self._config, self._inputs, self._session = config, inputs, session
         self._method = method_of(config)
         task = inputs.task
-        rows = _known_rows(config, checkpoint)
+        ranks = session.ranks
+        rows = rows_of_rank(_known_rows(config, checkpoint), ranks)
         final_model.refuse_without_evaluations(config.train, task.rows("held_out"))
         bound = None if rows is None else self._bind(rows)  # refuses a batch beyond the data
+        ranks.refuse_others(_facts(config, task), SAME)
         kernels = choose_kernels(config.model.kernels, inputs.loaded.model, device.value)
         self._plan = self._planned_for(machine, device.value, rows)
-        self.batch_rows = self._plan.placement.batch_rows
-        self._task = bound or self._bind(self.batch_rows)
+        rows = ranks.of_first(self._plan.placement.batch_rows)
+        self.batch_rows = rows * ranks.world  # of all of them
+        self._task = bound or self._bind(rows)
         self.schedule = choose_schedule(
             config.train,
             steps_per_epoch=self._task.data.steps_per_epoch,
@@ -156,6 +171,7 @@ class Run:
             self._plan.placement,
             self._plan.facts,
             session.announcer.warn,
+            ranks,
         )
         self._snapshot = self._plan.snapshot(keeps=self.keeps_checkpoints)
         self._choices = (
@@ -164,7 +180,7 @@ class Run:
             ChoiceMade(name="model.kernels", value=kernels.value, because=kernels.because),
             *task.choices,
             *inputs.choices,
-            *self._plan.placement.choices,
+            *_of_all_ranks(self._plan.placement.choices, rows, ranks),
             *page_locks_of(self.engine, self._plan.constants.per_s),
             *self.schedule.choices,
             self._snapshot.choice(config.train.checkpoint_every),
@@ -194,6 +210,7 @@ class Run:
             device=device,
             batch_rows=rows,
             disk=self.files(self._session),
+            ranks=self._session.ranks,
         )
 
     def _live_changes(self) -> LiveChanges:
@@ -224,6 +241,7 @@ class Run:
             requests=session.requests,
             changes=self._changes,
             state=session.state,
+            ranks=session.ranks,
         )
 
     def make_checkpoint_writer(self, optimizer: Optimizer) -> CheckpointWriter:
@@ -236,7 +254,7 @@ class Run:
             share=checkpoint_writer.SHARE,
             period_s=checkpoint_writer.PERIOD_S,
         )
-        writer = CheckpointWriter(
+        writer = self.checkpoint_writer(
             session.run_dir.checkpoints,
             cadence,
             config.train.checkpoints_kept,
@@ -267,7 +285,8 @@ class Run:
             )
         )
         copies = self._snapshot.budget_bytes
-        self._planned = self._plan.write(session.run_dir, self.engine, steps, self._choices, copies)
+        planned = self._plan.write(session.run_dir, self.engine, steps, self._choices, copies)
+        self._planned = msgspec.structs.replace(planned, batch_rows=self.batch_rows)
         session.announcer.emit(self._planned)
 
     def train(self) -> None:
@@ -392,6 +411,7 @@ class Run:
             early_stopping=EarlyStopping.of(self._config.train),
             keeps_best=self._config.train.final_model == "best",
             samples=self._samples(),
+            seed=self._config.train.seed,
         )
 
     def _samples(self) -> Sampler | None:
@@ -425,6 +445,66 @@ def _checkpoint_of(target: Target, session: Session) -> Checkpoint | None:
     if found is None:
         session.announcer.warn("no checkpoint was written yet: the run starts at its first step")
     return found
+
+
+def of_rank(config: RunConfig, ranks: Ranks) -> RunConfig:
+    """Return the configuration of one of several ranks, which computes on torch's current GPU.
+
+    Raises BadInput where a rank is to use several cards.
+    """
+    if ranks.world == 1:
+        return config
+    cards = config.parallel.cards
+    if cards not in ("auto", 1):
+        raise BadInput(
+            f"parallel.cards is {cards}, and each of {ranks.world} processes computes on one card: "
+            "leave it out, or start one process, which uses several"
+        )
+    own = (torch.cuda.current_device(),) if torch.cuda.is_available() else 1
+    return config.model_copy(update={"parallel": replace(config.parallel, cards=own)})
+
+
+def rows_of_rank(rows: int | None, ranks: Ranks) -> int | None:
+    """Return one rank's rows of a micro-batch of all ranks; None where the plan chooses.
+
+    Raises BadInput where they cannot be shared evenly.
+    """
+    if rows is not None and rows % ranks.world:
+        near = -(-rows // ranks.world) * ranks.world
+        raise BadInput(
+            f"train.batch_rows is {rows}, and {ranks.world} processes share a batch evenly: set "
+            f"train.batch_rows={near} for a new run, or resume with a number of processes that "
+            f"divides {rows}"
+        )
+    return None if rows is None else rows // ranks.world
+
+
+def _of_all_ranks(choices: Sequence[ChoiceMade], rows: int, ranks: Ranks) -> Iterator[ChoiceMade]:
+    """Yield the choices of a rank's plan, with the rows of all ranks."""
+    if ranks.world > 1:
+        because = f"{rows} rows of each micro-batch are computed by each"
+        yield ChoiceMade(name="parallel.processes", value=str(ranks.world), because=because)
+    for one in choices:
+        is_rows = one.name == "train.batch_rows"
+        yield msgspec.structs.replace(one, value=str(rows * ranks.world)) if is_rows else one
+
+
+def _share_of(machine: Machine, ranks: Ranks) -> Machine:
+    """Return the machine with the free memory that one of its ranks may take."""
+    free = machine.memory_available_bytes
+    share = None if free is None else free // ranks.local_world
+    return msgspec.structs.replace(machine, memory_available_bytes=share)
+
+
+def _facts(config: RunConfig, task: Task[Any]) -> dict[str, Any]:
+    """Return what must be the same in every process of a run."""
+    facts = {"FluxTrain": fluxtrain.__version__, "torch": torch.__version__}
+    for section, settings in config.model_dump(mode="json").items():
+        for name, value in settings.items() if section not in ("placement", "trackers") else ():
+            facts[f"{section}.{name}"] = value
+    for own in ("model.path", "data.path", "data.token_cache", "parallel.cards"):
+        facts.pop(own, None)
+    return facts | {"the training data": task.fingerprint("trained")}
 
 
 def _known_rows(config: RunConfig, checkpoint: Checkpoint | None) -> int | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fluxtrain.config.schema import RunConfig
+from fluxtrain.core.ranks.join import ALONE, Ranks
 from fluxtrain.events.answers.machine import Machine
 from fluxtrain.events.events import ChoiceMade, Planned, SampleFit
 from fluxtrain.events.run_folder.run_dir import RunDir
@@ -105,10 +106,11 @@ def plan_run(
     device: str,
     batch_rows: int | None,
     disk: DiskCapacity,
+    ranks: Ranks = ALONE,
 ) -> RunPlan:
     """Decide where the bytes go, from measurements of a block and of the machine.
 
-    `batch_rows` rows of `task` make a micro-batch; None: the plan chooses.
+    `batch_rows` rows of `task` make a micro-batch of one of the `ranks`; None: the plan chooses.
 
     Raises:
         DoesNotFit: host memory, the device or the disk cannot hold the run.
@@ -119,7 +121,7 @@ def plan_run(
     to_come = constants.still_to_come_bytes
     # libraries and data are in memory by now; pages of the model's files count as available
     copied = copied_now(loaded)
-    machine = as_it_is_now(machine, copied.weights_bytes - to_come)
+    machine = as_it_is_now(machine, copied.weights_bytes - to_come, ranks.local_world)
     constants = with_disk_rate(constants, config, measured, machine, disk.path)
     placement = decide(
         config,
@@ -127,7 +129,7 @@ def plan_run(
         machine,
         device,
         batch_rows=batch_rows,
-        data_rows=max(1, task.rows("trained") // config.train.accumulation),
+        data_rows=max(1, task.rows("trained") // (config.train.accumulation * ranks.world)),
         loaded_bytes=loaded_bytes(loaded.model) - to_come,
         constants=constants,
         runs_in=disk.path,

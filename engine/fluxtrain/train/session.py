@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from fluxtrain.config.schema import RunConfig
+from fluxtrain.core.ranks.join import ALONE, Ranks
 from fluxtrain.errors import (
     EXIT_BAD_INPUT,
     EXIT_BUG,
@@ -52,8 +53,10 @@ class Session:
         json: bool = False,
         host_limit_bytes: int | None = None,
         disk_wait_s: float = 0.0,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.run_dir = run_dir
+        self.ranks = ranks  # the processes of the run
         self.trusts_code = False  # the user has said that the model's own code may run
         self._started_s = time.monotonic()
         refuse_odd_places(run_dir)

@@ -86,12 +86,18 @@ def _refuse_sparse(model: nn.Module) -> None:
 
 @contextmanager
 def without_advice() -> Iterator[None]:
-    """Wrap for a command, whose user cannot call a library differently."""
+    """Wrap for a command, whose user cannot call a library differently, and for its process alone:
+    what it measures is no part of a training by several."""
     before = _of_a_command.set(True)
     try:
         yield
     finally:
         _of_a_command.reset(before)
+
+
+def is_of_a_command() -> bool:
+    """Return whether a command wraps, inside of `without_advice`."""
+    return _of_a_command.get()
 
 
 def advice(groups: Iterable[Group]) -> str:

@@ -7,8 +7,6 @@ exchanges, where the user's `no_sync` or the loop says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,14 +39,14 @@ class Exchange:
         self._factor = 1.0 if sums else 1.0 / ranks.world
         several = ranks.world > 1
         self._group: Any = ranks.device_group(device) if several and device is not None else None
-        self._paused = False
+        self.last_pass = True  # of a step: earlier ones keep their gradients on this rank
         self._waits: Callable[[], bool] = lambda: False  # for another pass, as a DDP says
         self._kept = False  # gradients of this rank alone wait for a pass that exchanges
 
     @property
     def is_on(self) -> bool:
         """Return whether gradients that are complete now are exchanged."""
-        return self.ranks.world > 1 and not (self._paused or self._waits())
+        return self.ranks.world > 1 and self.last_pass and not self._waits()
 
     def finishes(self) -> bool:
         """Return whether the sum that is complete now is exchanged, and note it where not."""
@@ -56,15 +54,6 @@ class Exchange:
             return False
         self._kept = not self.is_on
         return not self._kept
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Keep gradients of passes inside on this rank; a later pass exchanges them."""
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
 
     def follow(self, waits: Callable[[], bool]) -> None:
         """Let `waits` say whether a later pass exchanges, as `no_sync` of a DDP around the model

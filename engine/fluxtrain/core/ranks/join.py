@@ -11,17 +11,22 @@ from __future__ import annotations
 import datetime
 import functools
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import re
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch import distributed
 
-from fluxtrain.errors import BadInput, MisusedModel
+from fluxtrain.errors import BadInput, FluxTrainError, MisusedModel, RankLost
 
 T = TypeVar("T")
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_NOTICE_S = 2.0  # until the process of a rank that has closed its connections is gone
 # a rank waits so long for another, which may be writing a large model
 LONGEST_WAIT = datetime.timedelta(minutes=30)
 
@@ -35,6 +40,8 @@ class Ranks:
     local_rank: int = 0  # among those of this machine
     local_world: int = 1
     host: Any = None  # gloo process group, for numbers and for host memory
+    processes: tuple[tuple[str, int], ...] = ()  # machine and process id of each rank
+    trained: threading.Event = field(default_factory=threading.Event)  # none is needed any more
 
     @property
     def is_first(self) -> bool:
@@ -81,6 +88,25 @@ class Ranks:
                     f"{name} is {values[0]!s:.200} in rank 0 and {values[other]!s:.200} in rank "
                     f"{other} of {self.world}: {cure}"
                 )
+
+    def end_training(self) -> None:
+        """Wait for all ranks to have trained; what follows they do for themselves."""
+        self.most([0])
+        self.trained.set()
+
+    def ended(self) -> list[int]:
+        """Return the ranks of this machine whose processes have ended."""
+        here = _machine()
+        return [
+            rank
+            for rank, (machine, process) in enumerate(self.processes)
+            if machine == here and _has_ended(process)
+        ]
+
+    def own(self, batches: Sequence[T]) -> Sequence[T]:
+        """Return this rank's share of a step's batches, of which each rank has as many."""
+        each = len(batches) // self.world
+        return batches[self.rank * each : (self.rank + 1) * each]
 
     def device_group(self, device: torch.device) -> Any:
         """Make one more process group for tensors of a device: NCCL where the ranks' own group has
@@ -156,10 +182,10 @@ def _ranks_of(_default: Any) -> Ranks:
     rank, world = distributed.get_rank(), distributed.get_world_size()
     host = distributed.new_group(backend="gloo")
     alone = Ranks(rank=rank, world=world, host=host)
-    mates = [r for r, name in enumerate(alone.gather(_machine())) if name == _machine()]
-    return Ranks(
-        rank=rank, world=world, local_rank=mates.index(rank), local_world=len(mates), host=host
-    )
+    processes = tuple(alone.gather((_machine(), os.getpid())))
+    mates = [r for r, (machine, _) in enumerate(processes) if machine == _machine()]
+    places: dict[str, Any] = {"local_rank": mates.index(rank), "local_world": len(mates)}
+    return Ranks(rank=rank, world=world, host=host, processes=processes, **places)
 
 
 def _machine() -> str:
@@ -174,6 +200,41 @@ def _boot() -> str:
         return ""
 
 
+def _has_ended(process: int) -> bool:
+    """Return whether a process is gone, or its parent has only to take note of its end."""
+    try:
+        with open(f"/proc/{process}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] in (b"Z", b"X")
+    except (OSError, IndexError):
+        return True
+
+
 def _by_name(gathered: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     names = dict.fromkeys(name for facts in gathered for name in facts)
     return {name: [facts.get(name, "missing") for facts in gathered] for name in names}
+
+
+_CLOSED = re.compile(r"gloo|nccl|connection (closed|reset)|broken pipe|process ?group", re.I)
+
+
+@contextmanager
+def losses_told(ranks: Ranks) -> Iterator[None]:
+    """Raise RankLost for what a collective inside raises when another rank has ended."""
+    try:
+        yield
+    except RuntimeError as error:
+        if ranks.world == 1 or isinstance(error, FluxTrainError) or not _CLOSED.search(str(error)):
+            raise
+        raise RankLost(lost_text(ranks)) from error
+
+
+def lost_text(ranks: Ranks) -> str:
+    """Name the ranks that have ended, as far as this machine knows."""
+    deadline_s = time.monotonic() + _NOTICE_S
+    while not (gone := ranks.ended()) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    who = f"rank {', '.join(map(str, gone))}" if gone else "another rank"
+    return (
+        f"{who} of {ranks.world} has ended, so rank {ranks.rank} cannot go on: what ended it "
+        "stands above, or it was killed (out of memory?)"
+    )

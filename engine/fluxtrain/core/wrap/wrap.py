@@ -18,6 +18,7 @@ from fluxtrain.core.embedding.lookup import choose_rows
 from fluxtrain.core.guards.arguments import to_device
 from fluxtrain.core.guards.wrap_checks import (
     advice,
+    is_of_a_command,
     refuse_other_objects,
     refuse_unsupported,
 )
@@ -32,7 +33,7 @@ from fluxtrain.core.optimizer.optimizer_state import bring_home
 from fluxtrain.core.optimizer.plain_state import let_go
 from fluxtrain.core.ranks import ddp
 from fluxtrain.core.ranks.exchange import NOT_EXCHANGED, Exchange
-from fluxtrain.core.ranks.join import joined
+from fluxtrain.core.ranks.join import ALONE, Ranks, joined
 from fluxtrain.core.runtime.context import Owner
 from fluxtrain.core.runtime.parameter import adopt_parameter, owner_of, release_parameter
 from fluxtrain.core.runtime.passes import take_in
@@ -113,7 +114,7 @@ def wrap(  # noqa: PLR0913 - each is a choice of its own
     if "_fluxtrain_engine" in getattr(model, "__dict__", {}):
         return model
     refuse_other_objects(model)
-    ranks = joined()
+    ranks = ALONE if is_of_a_command() else joined()
     take_over_quantised(model)
     refuse_unsupported(model)
     asked: dict[str, Any] = {"offload": offload, "chunk_rows": chunk_rows, "budget_gib": budget_gib}
@@ -123,7 +124,7 @@ def wrap(  # noqa: PLR0913 - each is a choice of its own
     if isinstance(placement, Placement):
         _refuse_beside_a_placement(asked | {name: True for name, value in steps.items() if value})
         made_for = devices_of(placement, device, cards)
-        exchange = Exchange(ranks, the_one_of(made_for, ranks))
+        exchange = _exchange(ranks, made_for)
         _put_engine(model, made_for, placement, states, frozen, overlap=overlap, exchange=exchange)
         return model
     request = replace(_request_of(placement), **asked)
@@ -131,9 +132,14 @@ def wrap(  # noqa: PLR0913 - each is a choice of its own
     made = RunRequest.of(request, **steps)
     devices = compute_devices(device, cards, ranks)
     how: dict[str, Any] = {"overlap": overlap, "chooses": cards is None}
-    how["exchange"] = Exchange(ranks, the_one_of(devices, ranks))
+    how["exchange"] = _exchange(ranks, devices)
     _put_engine(model, devices, made, states, frozen, **how)
     return model
+
+
+def _exchange(ranks: Ranks, devices: Sequence[torch.device]) -> Exchange:
+    device = the_one_of(devices, ranks)
+    return NOT_EXCHANGED if is_of_a_command() else Exchange(ranks, device)
 
 
 auto_wrap = wrap  # the same under another name

@@ -144,7 +144,7 @@ class CheckpointWriter:
             return step >= self._cadence.total_steps
         return self._failed or self._cadence.is_due(step)
 
-    def write(self, state: RunState, engine: Engine, data: Cursor) -> Checkpoint:
+    def write(self, state: RunState, engine: Engine, data: Cursor) -> Checkpoint | None:
         """Save the run between two steps; do nothing if the step is saved already.
 
         Raises NoSpace after the wait for a full disk, and CannotSave where its folder cannot be

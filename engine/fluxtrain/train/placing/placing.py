@@ -28,6 +28,7 @@ from fluxtrain.core.quantization.packed_cache import (
     cache_folder,
     cache_key,
 )
+from fluxtrain.core.ranks.join import ALONE, Ranks
 from fluxtrain.core.wrap.grouping import facts_of
 from fluxtrain.errors import BadInput, DoesNotFit
 from fluxtrain.events.answers.machine import Machine
@@ -324,11 +325,11 @@ def dial_choice(config: RunConfig, device: str, *, timed: bool) -> tuple[ChoiceM
     return (ChoiceMade(name="placement.aggressiveness", value=str(asked), because=because),)
 
 
-def as_it_is_now(machine: Machine, given_back_bytes: int) -> Machine:
+def as_it_is_now(machine: Machine, given_back_bytes: int, sharing: int = 1) -> Machine:
     """Return `machine` with the host memory available now, after loading, plus the memory that
-    this process is about to free."""
+    this process is about to free; as many processes of the run as `sharing` share the first."""
     left = read_machine(gpus=Gpus(gpus=(), driver=None, reason="not asked")).memory_available_bytes
-    available = None if left is None else max(0, left + given_back_bytes)
+    available = None if left is None else max(0, left // sharing + given_back_bytes)
     return msgspec.structs.replace(machine, memory_available_bytes=available)
 
 
@@ -390,10 +391,12 @@ def wrapped(
     placement: Placement,
     facts: ModelFacts,
     say: Callable[[str], None],
+    ranks: Ranks = ALONE,
 ) -> tuple[nn.Module, Engine]:
     """Return the model wrapped as `placement` says, and its engine; `say` gets the outcome of the
-    cache of packed weights. Raises RanOutLoading."""
+    cache of packed weights. Several `ranks` add up their gradients. Raises RanOutLoading."""
     from fluxtrain.core.guards.wrap_checks import wide_frozen_weights
+    from fluxtrain.core.ranks.exchange import Exchange
     from fluxtrain.core.updates.loss_scale import LossScale
     from fluxtrain.core.wrap.engine import engine_of
     from fluxtrain.core.wrap.wrap import Keeping, wrap_placed
@@ -409,6 +412,8 @@ def wrapped(
     cards = [card.index or 0 for card in placement.cards] if placement.several_cards else None
     if device == "cuda" and first is not None:
         torch.cuda.set_device(first)  # where embedding, head and what stands between blocks are
+    here = torch.device(device)  # torch's current GPU
+    how["exchange"] = Exchange(ranks, here, sums=True, order=config.parallel.order)
     try:
         streamed = wrap_placed(loaded.model, device, placement, cards=cards, **how)
     except torch.OutOfMemoryError as error:

@@ -1,0 +1,57 @@
+"""Start the processes of a run on this machine with torch.distributed.run, and pass signals on.
+
+Imports no torch: the process that starts the others only waits.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+
+from fluxtrain.files.parent import environment_of_child
+
+_AGENT = (
+    "from fluxtrain.files.parent import end_with_parent; end_with_parent(); "
+    "from torch.distributed.run import main; main()"
+)
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def launch(
+    words: Sequence[str], processes: int, restarts: int, first_process: Callable[[], int | None]
+) -> int:
+    """Run `python -m fluxtrain WORDS` in so many processes; return torchrun's exit status.
+
+    When one dies all start again, `restarts` times. Signals go to rank 0, whose process id
+    `first_process` returns (None while it is unknown), since it decides for all; before, and with a
+    second Ctrl-C, they end all.
+    """
+    command = [
+        *(sys.executable, "-c", _AGENT, "--nnodes=1", f"--nproc-per-node={processes}"),
+        *("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--max-restarts={restarts}"),
+        *("--monitor-interval=0.5", "-m", "fluxtrain", *words),
+    ]
+    # a session of its own: Ctrl-C of a terminal would end the agent, and the ranks in mid-step
+    agent = subprocess.Popen(command, env=environment_of_child(), start_new_session=True)
+    received: list[int] = []
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        received.append(number)
+        first = first_process()
+        if first is None or received.count(signal.SIGINT) > 1:
+            agent.send_signal(signal.SIGTERM)
+        else:
+            os.kill(first, number)
+
+    before = {number: signal.signal(number, pass_on) for number in _PASSED_ON}
+    try:
+        return agent.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if agent.poll() is None:
+            agent.kill()
