@@ -54,6 +54,8 @@ def _outcome(trial: TriedChange) -> Span:
     change, found, undone = trial.change, trial.measured, trial.undone
     if change.why == "memory":
         return f"device memory ran out after step {change.step}", "warn"
+    if change.why == "host":
+        return f"host memory was short after step {change.step}", "warn"
     if change.why == "room":
         return f"the memory was there again after step {change.step}", "good"
     gain = None if found is None else found.measured_gain
@@ -97,7 +99,7 @@ def _newest_trial(view: View) -> Line:
         return ()
     ends = [one.step for one in (trial.measured, trial.undone, trial.change) if one is not None]
     counting = trial.measured is None and trial.undone is None and trial.change.why not in (
-        "memory", "room",
+        "memory", "room", "host",
     )  # fmt: skip
     return trial_line(trial) if counting or step.step - max(ends) < SHOWN_FOR_STEPS else ()
 

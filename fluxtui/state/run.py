@@ -321,7 +321,8 @@ def _as_changed(planned: ev.Planned | None, change: ev.ChangeApplied) -> ev.Plan
 def _after_change(state: FoldedRun, event: ev.ChangeApplied) -> FoldedRun:
     reason = {"advice": "as advised", "undo": "undone", "wrong": "undone, it gave too little",
               "memory": "device memory ran out",
-              "room": "the memory is there again"}.get(event.why, "as asked")  # fmt: skip
+              "room": "the memory is there again",
+              "host": "host memory is short"}.get(event.why, "as asked")  # fmt: skip
     where = "" if event.card is None else f" on card {event.card}"
     change = f"{event.name} {event.before} -> {event.after}{where}"
     text = f"after step {event.step}: {change}, {reason}"

@@ -154,7 +154,7 @@ def test_whole_parts_move_to_the_device_and_back_with_the_same_bits(
     monkeypatch.setattr(state_formats, "LEAST_LOW_BIT", 100)
     plain, turned = training(states), training(states)
     plain.steps(10)
-    planned = turned.engine.memory()
+    planned, ways = turned.engine.memory(), set[tuple[str, str]]()
     for device_groups, resident in ((3, 0), (3, 2), (LAYERS + 3, 0), (1, 1), (0, 0)):
         turned.steps(2)
         settings = settings_with(
@@ -166,6 +166,9 @@ def test_whole_parts_move_to_the_device_and_back_with_the_same_bits(
         assert used["gradients"] <= need.gradients_bytes
         letters = turned.engine.residency().optimizer
         assert letters == ("G" * max(0, device_groups - 1))[:LAYERS].ljust(LAYERS, "C")
+        moves = [one for one in turned.engine.take_moves(999)[0] if one.cause == "placement"]
+        ways.update((one.what, one.direction) for one in moves)
+    assert ways == {(w, d) for w in ("weights", "state", "gradients") for d in ("C>G", "G>C")}
     assert turned.losses == plain.losses
     assert turned.steps(2) == plain.steps(2)
     assert all(torch.equal(a, b) for a, b in zip(turned.weights(), plain.weights(), strict=True))

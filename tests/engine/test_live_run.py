@@ -15,8 +15,10 @@ from fluxtrain.core.wrap.engine import Engine
 from fluxtrain.errors import Interrupted
 from fluxtrain.events import events as ev
 from fluxtrain.events.run_folder.control import CommandAnswer, send_command
+from fluxtrain.plan import footprint
+from fluxtrain.train.requests import Requests
 from tests.engine import forked
-from tests.engine.runs import MakeConfig, run, told
+from tests.engine.runs import MakeConfig, of, run, told
 
 Say = Callable[[Path], CommandAnswer]
 STEPS = 40
@@ -214,3 +216,29 @@ def test_parts_move_to_the_device_and_back_in_steps_in_backward_too(
     made = [(e.before, e.after) for e in told(run_dir, ev.ChangeApplied)]
     assert made == [(0, 2), (2, 4), (4, 2)]
     assert told(run_dir, ev.ResidencySampled)[-1].optimizer == "GC"
+
+
+@pytest.mark.parametrize("disk", ["auto", "off"])
+def test_states_leave_a_host_that_gets_short_and_losses_stay(
+    disk: str, config: Path, run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = run_config(train__steps=8, train__checkpoint_every=4, placement__disk=disk)
+    undisturbed = of(ev.StepFinished, run(config, tmp_path / "undisturbed"))
+    asked = iter([0, 0, 0, 1, 0, 1, 0, 0])  # a group leaves after three steps, then another
+    granted: list[bool] = []
+
+    def lack(requests: Requests) -> int:
+        if size_bytes := next(asked):
+            granted.append(requests.free_host(size_bytes))
+        return size_bytes if granted and granted[-1] else 0
+
+    monkeypatch.setattr(Requests, "take_host_lack", lack)
+    monkeypatch.setattr(footprint, "RECORD_BYTES", 1 << 12)  # or buffers would take what is freed
+    events = run(config, tmp_path / "short")
+    steps = of(ev.StepFinished, events)
+    assert [step.loss for step in steps] == [step.loss for step in undisturbed]
+    moved = [one for one in of(ev.ChangeApplied, events) if one.why == "host"]
+    assert granted == [disk == "auto"] * 2
+    assert [one.step for one in moved] == ([3, 5] if disk == "auto" else [])
+    assert all(one.before < one.after for one in moved)
+    assert [p for p in (tmp_path / "short").iterdir() if "spill" in p.name] == []

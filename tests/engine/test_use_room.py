@@ -130,7 +130,7 @@ def test_a_run_whose_host_runs_out_ends_with_its_checkpoint_and_goes_on_later(
 
     monkeypatch.setattr("fluxtrain.train.run.Session", noted)
     monkeypatch.setattr(CausalLM, "loss", runs_out)
-    room = HostRoom(lambda _: None, ends, read=lambda: (24 * GIB, 10 * MIB))
+    room = HostRoom(lambda _: None, ends, lambda _: False, read=lambda: (24 * GIB, 10 * MIB))
     with pytest.raises(DoesNotFit, match=r"host memory ran out: 10\.0 MiB of 24\.0 GiB") as caught:
         run(run_config(**SIZES), tmp_path / "run")
     assert caught.value.exit_code == 3 and "step-00000003" in str(caught.value)

@@ -20,11 +20,17 @@ class Watched:
         self.warned: list[str] = []
         self.ended: list[str] = []
         self.freed = 0
+        self.asked: list[int] = []
+        self.moves = False
         monkeypatch.setattr(host_room, "give_up_caches", self.give_up)
         self.room = HostRoom(
-            self.warned.append, self.ended.append,
+            self.warned.append, self.ended.append, self.move,
             read=lambda: (TOTAL, self.left), clock=lambda: self.now_s,
         )  # fmt: skip
+
+    def move(self, size_bytes: int) -> bool:
+        self.asked.append(size_bytes)
+        return self.moves
 
     def give_up(self) -> None:
         self.given_up += 1
@@ -83,3 +89,14 @@ def test_a_control_groups_limit_counts(tmp_path: Path) -> None:
     (tmp_path / "proc/meminfo").write_text("")
     (group / "memory.max").write_text("max")
     assert memory_left(tmp_path) is None
+
+
+def test_states_leave_before_the_run_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(monkeypatch)
+    watched.moves = True
+    watched.looks(*[50 * MIB] * 5)
+    little = int(0.02 * TOTAL)
+    assert watched.asked == [2 * little - 50 * MIB] * 5 and not watched.ended
+    watched.moves = False  # nothing more can leave
+    watched.looks(*[50 * MIB] * 3)
+    assert len(watched.ended) == 1

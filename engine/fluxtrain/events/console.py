@@ -240,6 +240,7 @@ def _changed(event: ChangeApplied) -> str:
         "wrong": "undone: it gave less than half of what was promised",
         "memory": "device memory ran out",
         "room": "the memory is there again",
+        "host": "host memory is short",
     }  # fmt: skip
     where = "" if event.card is None else f" on card {event.card}"
     return (

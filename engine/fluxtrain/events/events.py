@@ -278,11 +278,11 @@ class Move(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     step: int
     block: str
-    what: str  # weights, gradients, activations
+    what: str  # weights, gradients, state, activations
     bytes: int
-    direction: str  # C>G, G>C
+    direction: str  # of G device, C host, N disk: C>G, G>C, N>G, C>N, ...
     duration_s: float | None
-    cause: str  # prefetch, demand, gradient, refresh, evict
+    cause: str  # prefetch, demand, gradient, refresh, evict, placement
 
 
 class MovesMade(Gauge, frozen=True, kw_only=True, tag="moves"):
@@ -374,8 +374,9 @@ class ChangeApplied(Event, frozen=True, kw_only=True, tag="change"):
     name: str  # prefetch, resident_blocks, device_groups, chunk_rows
     before: int
     after: int
-    # wrong: its gain was too small; memory, room: it got short, and is there again
-    why: Literal["asked", "advice", "undo", "wrong", "memory", "room"]
+    # wrong: its gain was too small; memory, room: the device's got short, and is there again;
+    # host: the host's got short
+    why: Literal["asked", "advice", "undo", "wrong", "memory", "room", "host"]
     advice: str = ""  # the id, of advice
     card: int | None = None  # of several, the one that changed alone; None: all
     predicted_gain: float | None = None  # share of the step's time

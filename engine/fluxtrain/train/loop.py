@@ -365,10 +365,13 @@ class TrainingLoop(Generic[B]):
 
     def _keep_room(self) -> None:
         """Give up settings where other programs took device memory, before a step runs out of it;
-        take them back once there is room again."""
-        self._changes.keep_room(
-            self._step_number, self._engine.lacks_bytes(), self._checkpoints.wait_copied
-        )
+        take them back once there is room again. Let states live on disk where the host's memory
+        gets short."""
+        still = self._checkpoints.wait_copied
+        self._changes.keep_room(self._step_number, self._engine.lacks_bytes(), still)
+        lack_bytes = self._requests.take_host_lack()
+        if lack_bytes and not self._changes.free_host(self._step_number, lack_bytes, still):
+            self._requests.nothing_leaves_host()
 
     def _wait_while_paused(self) -> None:
         self._engine.flush()

@@ -37,6 +37,8 @@ class Requests:
         self._checkpoint = False
         self._stop_code: int | None = None
         self._lack = ""
+        self._moves_states = False  # to a disk, where the host has little memory left
+        self._host_lack_bytes = 0
         self._ask_change: Ask | None = None
         # pause, checkpoint, stop code, as several processes agreed; None: this one is alone
         self._agreed: tuple[int, int, int] | None = None
@@ -48,9 +50,10 @@ class Requests:
             paused, checkpoint, stop = ranks.most(mine)
             self._agreed = paused, checkpoint, stop
 
-    def changes_go_to(self, ask: Ask) -> None:
-        """Let `ask` answer `apply` and `undo` from now on, as the run is loaded."""
-        self._ask_change = ask
+    def changes_go_to(self, ask: Ask, *, moves_states: bool = False) -> None:
+        """Let `ask` answer `apply` and `undo` from now on, as the run is loaded. moves_states:
+        optimizer states may leave the host's memory for a disk."""
+        self._ask_change, self._moves_states = ask, moves_states
 
     def handle(self, command: str, arguments: Mapping[str, Any]) -> tuple[bool, str]:
         """Answer one control command (called from the control socket's thread)."""
@@ -87,6 +90,20 @@ class Requests:
     def end_for_lack(self, why: str) -> None:
         """Ask for the end of the run, as the machine lacks something; its checkpoint is written."""
         self._lack, self._stop_code = why, EXIT_DOES_NOT_FIT
+
+    def free_host(self, size_bytes: int) -> bool:
+        """Ask for so many bytes of the host's memory; return False where nothing can leave it."""
+        self._host_lack_bytes = size_bytes if self._moves_states else 0
+        return self._moves_states
+
+    def take_host_lack(self) -> int:
+        """Return the bytes of the host's memory that are to be freed, once."""
+        lack_bytes, self._host_lack_bytes = self._host_lack_bytes, 0
+        return lack_bytes
+
+    def nothing_leaves_host(self) -> None:
+        """Note that nothing more can leave the host's memory."""
+        self._moves_states, self._host_lack_bytes = False, 0
 
     @property
     def lack(self) -> str:

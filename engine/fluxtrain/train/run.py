@@ -225,8 +225,10 @@ class Run:
             plan.constants.rates(has_gpu=plan.capacity.has_gpu),
             lambda: list(session.timeline.recent),
             plan.constants.run_times,
+            spill_folder=self._config.placement.disk_path or session.run_dir.path,
         )
-        session.requests.changes_go_to(changes.ask)
+        moves_states = self._config.placement.disk != "off"
+        session.requests.changes_go_to(changes.ask, moves_states=moves_states)
         return changes
 
     def _training_loop(self, optimizer: Optimizer) -> TrainingLoop[Any]:

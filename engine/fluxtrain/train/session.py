@@ -84,7 +84,9 @@ class Session:
             self.announcer,
             live=live_fd is not None,
             host_limit_bytes=host_limit_bytes,
-            look=HostRoom(self.announcer.warn, self.requests.end_for_lack).look,
+            look=HostRoom(
+                self.announcer.warn, self.requests.end_for_lack, self.requests.free_host
+            ).look,
         )
         self.timeline = TimelineThread(run_dir.timeline, self.announcer.warn)
         self.state = RunState()

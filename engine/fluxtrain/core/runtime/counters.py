@@ -13,10 +13,33 @@ from fluxtrain.core.device.device import Device, Transfer
 from fluxtrain.core.device.recorder import Recorder
 from fluxtrain.core.memory.group import Group
 from fluxtrain.events.events import Move
+from fluxtrain.plan.group_placement import KINDS, GroupPlacement, Tier
 
 _KEPT_MOVES = 256
 _HELD = ("allocated_bytes", "reserved_bytes")  # of torch's allocator
+_LETTERS: dict[Tier, str] = {"device": "G", "host": "C", "disk": "N"}
 _Noted = tuple[int, str, str, int, str, str, Transfer]  # step, block, what, bytes, way, cause
+
+
+class _MadeAtOnce:
+    """A `Transfer` between two steps, which nobody waits for."""
+
+    duration_s = None
+
+    def instants(self) -> None:
+        return None
+
+    def done(self) -> bool:
+        return True
+
+    def failed(self) -> bool:
+        return False
+
+    def wait_host(self) -> None: ...
+    def wait_compute(self, cause: str) -> None: ...
+
+
+_MADE = _MadeAtOnce()
 
 
 @dataclass(frozen=True)
@@ -112,6 +135,17 @@ class Counters:
         """Count inputs of a block that leave the device because its memory is short."""
         with self._lock:
             self._note(group, "activations", size_bytes, "G>C", "evict", transfer)
+
+    def rehomed(self, group: Group, before: GroupPlacement) -> None:
+        """Count the bytes of a group that live on other tiers than `before`."""
+        sizes = {"weights": group.weight_bytes, "state": group.state_bytes}
+        sizes["gradients"] = group.gradient_bytes
+        with self._lock:
+            for kind in KINDS:
+                old, new = before.tier_of(kind), group.placement.tier_of(kind)
+                if old != new and sizes[kind]:
+                    way = f"{_LETTERS[old]}>{_LETTERS[new]}"
+                    self._note(group, kind, sizes[kind], way, "placement", _MADE)
 
     def traffic(self) -> Traffic:
         cards = tuple((one.h2d_bytes, one.d2h_bytes, one.landed_bytes) for one in self.cards)

@@ -7,6 +7,8 @@ then those of a run that has that chunk, within rounding of this one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from fluxtrain.core.memory.group import Group, moves, prepare_move
@@ -64,8 +66,8 @@ def apply_placement(context: Context, placement: Placement) -> None:
     _remove(gone)
     for card, slot in left:
         card.window.share_slot(slot)
-    for move in prepared:
-        move()
+    for (group, _), move in zip(moving, prepared, strict=True):
+        _move(context, group, move)
     if prepared:
         renew_state(owner for owners in context.owners.values() for owner in owners.values())
     gone.clear()
@@ -77,6 +79,12 @@ def apply_placement(context: Context, placement: Placement) -> None:
     context.chunk_rows = placement.chunk_rows or context.chunk_rows
     choose_recompute(context)
     context.begin_next_step()
+
+
+def _move(context: Context, group: Group, move: Callable[[], None]) -> None:
+    before = group.placement
+    move()
+    context.counters.rehomed(group, before)
 
 
 def _waiting(placement: Placement) -> int:

@@ -51,7 +51,7 @@ FEWEST_STEPS = 3  # that a median is taken of
 WRONG_BELOW = 0.5  # of the predicted gain
 
 Verdict = Literal["kept", "wrong", "measured", "unknown"]
-Why = Literal["asked", "advice", "undo", "wrong", "memory", "room"]
+Why = Literal["asked", "advice", "undo", "wrong", "memory", "room", "host"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -363,6 +363,36 @@ class LiveChanges:
             if self._calm_steps >= CALM_STEPS:
                 still()
                 self._take_again(run, newest, step)
+
+    def free_host(self, step: int, size_bytes: int, still: Callable[[], None]) -> bool:
+        """Let optimizer states of the fewest groups that free so many bytes of the host live on
+        disk from now on; return False where none can. The bits stay. still: as for `carry_out`."""
+        with self._lock:
+            now = self.settings
+            new = self._run.states_to_disk(now, size_bytes)
+            if new is None:
+                return False
+            still()
+            try:
+                self._put_in_force(new)
+            except (BadInput, DoesNotFit) as error:
+                self._announcer.warn(f"optimizer states cannot leave the host's memory: {error}")
+                return False
+            self._run = self._run.left_with(new)
+            self._applied.clear()  # the memory is gone
+            self._given_up.clear()
+            self._measurement.end(step)
+            before, after = (sum(r.is_on("disk", "state") for r in s.rows) for s in (now, new))
+            self._announcer.warn(
+                f"host memory is short: optimizer states of {after - before} groups live on disk "
+                "from now on, and each step reads and writes them; close other programs, then stop "
+                "and go on with --resume auto to have them in memory again"
+            )
+            self._announcer.emit(
+                ChangeApplied(step=step, name="disk_states", before=before, after=after, why="host")
+            )
+            self._steady.restart()
+            return True
 
     def make_room(
         self,

@@ -17,8 +17,10 @@ from fluxtrain.plan.footprint import (
     Layout,
     footprint,
     left_on_device,
+    may_be_spilled,
     saving_bytes,
     slot_count,
+    spill_buffer_bytes,
 )
 from fluxtrain.plan.group_placement import GroupPlacement
 from fluxtrain.plan.placement import Placement
@@ -115,6 +117,19 @@ class LiveRun:
         """Predict the seconds of a step on one card."""
         layout = self._layout(settings, 0)
         return step_time(self.facts, layout, rates, clips=clips or passes > 1, passes=passes)
+
+    def states_to_disk(self, settings: LiveSettings, size_bytes: int) -> LiveSettings | None:
+        """Return the settings with optimizer states of the fewest groups on disk that free so many
+        bytes of the host; None where there are none left to move."""
+        away = {row.name for row in settings.rows if row.is_on("disk", "state")}
+        may_leave = may_be_spilled(self.facts, self._counted(settings.rows))
+        freed, leaving = 0 if away else -spill_buffer_bytes(may_leave), set[str]()
+        for group in may_leave:
+            if freed < size_bytes and group.name not in away:
+                leaving.add(group.name)
+                freed += group.state_bytes
+        rows = (replace(row, state="disk") if row.name in leaving else row for row in settings.rows)
+        return replace(settings, rows=tuple(rows)) if freed > 0 and leaving else None
 
     def placement_with(self, settings: LiveSettings) -> Placement:
         """Return the placement of these settings, with its predicted peaks."""

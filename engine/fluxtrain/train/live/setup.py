@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,9 +39,14 @@ def live_changes(
     rates: Rates | str,
     lanes: Callable[[], Sequence[StepLanes]] = tuple,
     run_times: float = 1.0,
+    *,
+    spill_folder: str | Path,
 ) -> LiveChanges:
     """Return the object that changes a placed and wrapped run. `rates` and `run_times` are the
-    plan's, `lanes` those of the last steps."""
+    plan's, `lanes` those of the last steps; optimizer states that leave the host live in
+    `spill_folder`."""
+    if not placement.spill_folder:
+        engine.spill.folder = Path(spill_folder)
     has_gpu = engine.device.torch_device.type == "cuda"
     layout = replace(placement.layout, chunk_rows=engine.chunk_rows)
     run = LiveRun(facts, replace(placement, layout=layout), has_gpu)

@@ -1,4 +1,5 @@
-"""Watches the host's memory while a run trains, so that it ends in order before it is killed."""
+"""Watches the host's memory while a run trains: caches and then optimizer states leave it, and the
+run ends in order before it is killed."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from fluxtrain.core.device.heap import give_back_spare, trim_heap
 from fluxtrain.machine.machine import memory_left
 from fluxtrain.units import MIB, bytes_text
 
-LITTLE_SHARE = 0.02  # of all memory: with less left, or twice the least, caches are given up
+LITTLE_SHARE = 0.02  # of all memory: with less left, or twice the least, it is freed
 LEAST_SHARE = 0.005  # with less left, the run ends
 LEAST_BYTES = (64 * MIB, 256 * MIB)  # the bounds of that
 LOOKS = 3  # in a row, so that a peak of another program ends nothing
@@ -22,19 +23,20 @@ Left = Callable[[], tuple[int, int] | None]
 class HostRoom:
     """Looks now and then how much memory is left, by the control group or the machine.
 
-    Where little is left, unneeded memory is freed; where that is not enough, `ends` gets the
-    reason, once.
+    Where little is left, unneeded memory is freed; where that is not enough, `moves` is asked to
+    free so many bytes, and says whether it will; if not, `ends` gets the reason, once.
     """
 
     def __init__(
         self,
         warn: Callable[[str], None],
         ends: Callable[[str], None],
+        moves: Callable[[int], bool],
         *,
         read: Left = memory_left,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._warn, self._ends = warn, ends
+        self._warn, self._ends, self._moves = warn, ends, moves
         self._read, self._clock = read, clock
         self._looked_s: float | None = None
         self._short = 0  # looks in a row with less than the least
@@ -50,7 +52,8 @@ class HostRoom:
         if found is None:
             return
         total, left = found
-        if left >= max(LITTLE_SHARE * total, 2 * least_bytes(total)):
+        little = int(max(LITTLE_SHARE * total, 2 * least_bytes(total)))
+        if left >= little:
             self._short, self._gave_up = 0, False
             return
         if not self._gave_up:
@@ -62,6 +65,9 @@ class HostRoom:
                 f"{bytes_text(found[1])} once caches were given up; close other programs"
             )
             left = found[1]
+        if left < little and self._moves(2 * little - left):
+            self._short = 0
+            return
         self._short = self._short + 1 if left < least_bytes(total) else 0
         if self._short >= LOOKS:
             self._ended = True
