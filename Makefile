@@ -12,7 +12,7 @@ PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
 export PYTHON
 
-.PHONY: help run dev native check lint test test-native test-formats test-torch test-gpu test-transformers4 bench-cpu bench-gpu bench-tui soak soak-serve screenshots wheel test-wheel image notebook docs clean
+.PHONY: help run dev native check lint test test-native test-formats test-torch test-gpu test-transformers4 bench-cpu bench-gpu bench-tui soak soak-serve test-learn screenshots wheel test-wheel image notebook docs clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -69,6 +69,9 @@ soak: dev $(STAMPS)/llama-cpp ## the long tests: many kills and resumes, random 
 
 soak-serve: dev ## kill server and trainers at random moments; every job must succeed once
 	$(PYTEST) -m slow --timeout 3600 tests/serve
+
+test-learn: dev ## the learning path: right solutions and typical mistakes of its eight tasks
+	$(PYTEST) tests/learn
 
 bench-cpu: $(STAMPS)/native ## the native optimizer against the memory's own speed
 	$(BIN)/python bench/bench_cpu.py

@@ -14,7 +14,7 @@ import typer
 from typer.main import get_command
 
 import fluxtrain
-from fluxtrain.commands import init_cli, options, result_cli, serve_cli
+from fluxtrain.commands import init_cli, learn_cli, options, result_cli, serve_cli
 from fluxtrain.commands.completion import completes
 from fluxtrain.commands.importing import Importing
 from fluxtrain.commands.options import (
@@ -290,6 +290,7 @@ def export(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatu
 init_cli.register(app, EXIT_CODES)
 result_cli.register(app, EXIT_CODES)
 serve_cli.register(app)
+learn_cli.register(app)
 
 
 @app.command()
