@@ -177,6 +177,10 @@ EvaluatedData = Annotated[
     str | None,
     typer.Argument(metavar="[DATA]", help="as data.path; left out: what the run held out"),
 ]
+Tasks = Annotated[
+    Path | None,
+    typer.Option("--tasks", metavar="FOLDER", help="of lm-eval's task files, with their data"),
+]
 DataSets = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="data.KEY=VALUE", help="as in data.chat_template=chatml"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fluxtrain.events.answers.answers import EvaluationAnswer, ExportAnswer
+from fluxtrain.events.answers.answers import EvaluationAnswer, ExportAnswer, TasksAnswer
 from fluxtrain.units import bytes_text, duration_text
 
 
@@ -20,6 +20,23 @@ def evaluation_page(found: EvaluationAnswer) -> str:
             f"{found.sequence_length} tokens, in batches of {found.batch_rows}",
             f"{duration_text(found.seconds)}, {rate:,.0f} tokens/s",
             *found.notes,
+        ]
+    )
+
+
+def tasks_page(found: TasksAnswer) -> str:
+    """Report what a model gets in each task."""
+    lines = []
+    for one in found.results:
+        spread = "" if one.error is None else f" ± {one.error:.4f}"
+        better = "" if one.higher_is_better else ", lower is better"
+        lines.append(f"{one.task}: {one.metric} {one.value:.4f}{spread}, {one.rows} rows{better}")
+    base = f" on {found.base}" if found.base else ""
+    return "\n".join(
+        [
+            *lines,
+            f"of {found.model}{base} in {found.dtype}, {found.placed}",
+            f"in batches of {found.batch_rows}, {duration_text(found.seconds)}",
         ]
     )
 

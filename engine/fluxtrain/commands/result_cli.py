@@ -23,6 +23,7 @@ def register(app: typer.Typer, epilog: str) -> None:
 def evaluate(  # noqa: PLR0913, PLR0917 - typer reads the options from the signature
     model: options.Model,
     data: options.EvaluatedData = None,
+    tasks: options.Tasks = None,
     step: options.Step = None,
     sets: options.DataSets = None,
     sequence_length: options.RowTokens = None,
@@ -39,27 +40,41 @@ def evaluate(  # noqa: PLR0913, PLR0917 - typer reads the options from the signa
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Compute the loss and the perplexity of a model on data.
+    """Compute the loss and the perplexity of a model on data, or what it gets in tasks.
 
     The model may be larger than the card.
     """
     from fluxtrain.results.naming import refuse_missing
 
     refuse_missing(model)
+    if tasks is not None and (data or sets or sequence_length):
+        raise BadInput(
+            "--tasks has its data in its files: leave DATA, --set and --sequence-length out"
+        )
     with Importing():
-        from fluxtrain.commands.pages import evaluation_page
+        from fluxtrain.commands.pages import evaluation_page, tasks_page
         from fluxtrain.results.evaluate_model import EvaluationRequest, evaluate_model
+        from fluxtrain.results.evaluate_tasks import evaluate_tasks
         from fluxtrain.results.model_request import ModelRequest
 
-    request = EvaluationRequest(
-        model=ModelRequest(
-            named=model, step=step, base=base, other_base=other_base, packed=packed, dtype=dtype,
-            device=device, cards=cards, offload=offload, budget_gib=budget_gib,
-            trust_remote_code=trust,
-        ),
-        data=data, rows=rows, sequence_length=sequence_length, overrides=tuple(sets or ()),
+    named = ModelRequest(
+        named=model, step=step, base=base, other_base=other_base, packed=packed, dtype=dtype,
+        device=device, cards=cards, offload=offload, budget_gib=budget_gib,
+        trust_remote_code=trust,
     )  # fmt: skip
-    found = evaluate_model(request, silent if json else complain)
+    tell = silent if json else complain
+    if tasks is not None:
+        scored = evaluate_tasks(named, tasks, rows, tell)
+        if json:
+            print_json(scored)
+        else:
+            say(tasks_page(scored))
+        return
+    request = EvaluationRequest(
+        model=named, data=data, rows=rows, sequence_length=sequence_length,
+        overrides=tuple(sets or ()),
+    )  # fmt: skip
+    found = evaluate_model(request, tell)
     if json:
         print_json(found)
     else:

@@ -252,6 +252,33 @@ class EvaluationAnswer(Answer, frozen=True, kw_only=True):
     notes: tuple[str, ...]  # sentences about the data
 
 
+class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One metric of one task."""
+
+    task: str
+    metric: str
+    value: float
+    error: float | None  # standard error of the value
+    higher_is_better: bool
+    rows: int
+
+
+class TasksAnswer(Answer, frozen=True, kw_only=True):
+    """The results of a model on tasks of lm-eval."""
+
+    COMMAND: ClassVar[str] = "evaluate"
+
+    model: str
+    base: str | None  # of an adapter
+    tasks: str  # their folder
+    results: tuple[TaskResult, ...]
+    batch_rows: int
+    dtype: str
+    device: str
+    placed: str  # where the weights are
+    seconds: float  # of the evaluation, without loading
+
+
 class ComparedLogits(msgspec.Struct, frozen=True, kw_only=True):
     """The exported model compared with base and adapter, on the same tokens. KL in nats."""
 

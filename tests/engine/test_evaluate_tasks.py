@@ -1,0 +1,115 @@
+"""`fluxtrain evaluate --tasks`: local tasks alone, and the likelihoods of transformers itself."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+from typer.testing import CliRunner
+
+from fluxtrain.cli import app
+from fluxtrain.errors import BadInput
+from fluxtrain.results.evaluate_tasks import SETTINGS, evaluate_tasks
+from fluxtrain.results.model_request import ModelRequest
+from fluxtrain.results.task_files import read_tasks
+from tests.engine.used_models import plain
+
+TASK = """\
+task: sums
+dataset_path: json
+dataset_kwargs: {data_files: {test: rows.jsonl}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: choices
+doc_to_target: gold
+metric_list: [{metric: acc}, {metric: acc_norm}]
+"""
+
+
+def made(folder: Path, rows: int = 40, task: str = TASK) -> Path:
+    draw = random.Random(3)
+    folder.mkdir(exist_ok=True)
+    with (folder / "rows.jsonl").open("w") as file:
+        for _ in range(rows):
+            choices = [str(draw.randrange(10**n)) for n in (1, 2, 4)]
+            row = {"question": f"{draw.randrange(9)} is", "choices": choices,
+                   "gold": draw.randrange(3)}  # fmt: skip
+            file.write(json.dumps(row) + "\n")
+    (folder / "sums.yaml").write_text(task)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "told"),
+    [
+        ("dataset_path: json", "dataset_path: allenai/ai2_arc", "save the rows beside it"),
+        ("dataset_path: json", "dataset_path: ./script.py", "save the rows beside it"),
+        ("{data_files: {test: rows.jsonl}}", "{}", "save the rows beside it"),
+        ("rows.jsonl}", "../rows.jsonl}", "put it there"),
+        ("rows.jsonl}", "https://x.example/rows.jsonl}", "put it there"),
+        ("doc_to_target: gold", "doc_to_target: !function code.gold", "line 8: it names code"),
+        ('"{{question}}"', "\"{{''.__class__.__mro__}}\"", "which reach code"),
+        ("{metric: acc}", "{metric: rouge}", "would be downloaded"),
+        ("task: sums", "include: other.yaml\ntask: sums", "write its settings"),
+        ("task: sums", "task: [arc_easy]", "names no task"),
+        ("multiple_choice", "generate_until", "use one of multiple_choice"),
+        ("task: sums", "task: [", "cannot be read"),
+    ],
+)
+def test_what_asks_for_the_hub_or_for_code_is_refused_with_the_cure(
+    tmp_path: Path, right: str, wrong: str, told: str
+) -> None:
+    assert TASK.count(right) == 1
+    folder = made(tmp_path / "tasks", 2, TASK.replace(right, wrong))
+    with pytest.raises(BadInput, match=told):
+        read_tasks(folder)
+
+
+def test_tasks_are_read_with_whole_paths_and_names_of_their_own(tmp_path: Path) -> None:
+    folder = made(tmp_path / "tasks", 2)
+    (task,) = read_tasks(folder)
+    assert task["dataset_kwargs"]["data_files"] == {"test": [str(folder / "rows.jsonl")]}
+    (folder / "again.yml").write_text(TASK)
+    with pytest.raises(BadInput, match="two tasks 'sums'"):
+        read_tasks(folder)
+    with pytest.raises(BadInput, match="has no task"):
+        read_tasks(tmp_path)
+    ended = CliRunner().invoke(app, ["evaluate", str(tmp_path), "data", "--tasks", str(folder)])
+    assert "leave DATA" in str(ended.exception)
+
+
+@pytest.mark.slow
+def test_accuracies_are_those_of_transformers_own_logits(
+    model_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (*SETTINGS, "HF_XET_HIGH_PERFORMANCE"):  # lm-eval sets the last
+        monkeypatch.setenv(name, "1")
+    pytest.importorskip("lm_eval", reason="needs the extra `eval`")
+    base, folder = model_folder("llama"), made(tmp_path / "tasks")
+    request = ModelRequest(named=str(base), device="cpu", dtype="fp32")
+    found = evaluate_tasks(request, folder, 4, lambda _: None)
+    model, tokenizer = plain(base).float(), AutoTokenizer.from_pretrained(base)
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    right = {"acc": 0, "acc_norm": 0}
+    for row in rows:
+        sums = [_log(model, tokenizer, row["question"], f" {one}") for one in row["choices"]]
+        means = [one / len(text) for one, text in zip(sums, row["choices"], strict=True)]
+        right["acc"] += sums.index(max(sums)) == row["gold"]
+        right["acc_norm"] += means.index(max(means)) == row["gold"]
+    told = {one.metric: one.value for one in found.results}
+    assert told == {name: count / len(rows) for name, count in right.items()}
+    assert {one.rows for one in found.results} == {len(rows)}
+
+
+@torch.no_grad()
+def _log(model: Any, tokenizer: Any, context: str, answer: str) -> float:
+    whole, begin = tokenizer(context + answer).input_ids, len(tokenizer(context).input_ids)
+    steps = model(torch.tensor([whole])).logits[0].log_softmax(-1)
+    return sum(float(steps[at - 1, whole[at]]) for at in range(begin, len(whole)))
