@@ -102,6 +102,12 @@ def options_given() -> argparse.Namespace:
         "--masters-off-by", type=float, default=0.0, help="resident-fp32: relative, at the start"
     )
     parser.add_argument("--budget-gib", type=float, default=23.0)
+    parser.add_argument(
+        "--host-gib",
+        type=float,
+        help="host memory that the plan may use; optimizer states that do not fit live on disk",
+    )
+    parser.add_argument("--disk-path", type=Path, default=Path(), help="where these live")
     parser.add_argument("--learning-rate", type=float, default=2e-4)
     parser.add_argument("--kernels", default="auto", choices=("auto", "liger", "torch"))
     parser.add_argument("--activations", default="auto", choices=("auto", "device", "host"))
@@ -180,12 +186,16 @@ def planned(
         passes=options.passes,
         optimizer_in_backward=options.in_backward,
         deferred_moments=DEFERS_MOMENTS[options.moments],
+        host_gib=options.host_gib,
+        disk="auto" if options.host_gib is None else "on",
     )
     host_bytes, disk = available(model), disk_here.home_for(facts)
-    known = disk_here.rates_with(known, disk)
+    spills = options.host_gib is not None and options.disk_path is not None
+    spill = disk_here.spill_home(options.disk_path) if spills else None
+    known = disk_here.rates_with(disk_here.rates_with(known, disk), spill)
     if options.cards == 1:
         capacity = Capacity(device_free_bytes=budget_bytes, host_available_bytes=host_bytes)
-        plan = place(facts, capacity, request, rates=known, disk=disk)
+        plan = place(facts, capacity, request, rates=known, disk=disk, spill=spill)
     else:
         if options.slow_card is not None:
             cards_here.plan_with_slow_card(options.cards - 1, options.slow_card)
@@ -389,7 +399,11 @@ def report(
             "torch_peak_gib": round(torch.cuda.max_memory_allocated() / GIB, 2),
             "torch_reserved_gib": round(torch.cuda.max_memory_reserved() / GIB, 2),
             "predicted_host_gib": round(plan.host_bytes / GIB, 2),
-        }
+            "states_on_disk": plan.layout.disk_states,
+            "disk_busy_s": round(engine.spill.busy_s, 2),  # of all steps
+            "disk_gb": [round(engine.spill.read_bytes / 1e9, 1),
+                        round(engine.spill.written_bytes / 1e9, 1)],
+        }  # fmt: skip
     return row
 
 

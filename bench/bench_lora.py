@@ -93,6 +93,7 @@ def options_given() -> argparse.Namespace:
     parser.add_argument("--cards", type=int, default=1, help="GPUs of this process")
     parser.add_argument("--json", type=Path)
     parser.set_defaults(
+        disk_path=None,
         states="fp32", moments="auto", in_backward=False, passes=1, kernels="auto",
         learning_rate=RATE, slow_card=None,
         order="fixed",

@@ -1,4 +1,4 @@
-"""Frozen weights of a benchmark on disk: the folder for them, and its measured rate."""
+"""Weights and optimizer states of a benchmark on disk: the folders, and their measured rates."""
 
 from __future__ import annotations
 
@@ -28,9 +28,19 @@ def home_for(facts: ModelFacts) -> DiskHome | None:
 
 
 def rates_with(rates: Rates | None, home: DiskHome | None) -> Rates | None:
-    """Return the rates with that of the disk."""
-    known = rates is not None and home is not None
-    return replace(rates, disk_bytes_per_s=home.read_bytes_per_s) if known else rates
+    """Return the rates with those of the disk."""
+    if rates is None or home is None:
+        return rates
+    disk = {"disk_bytes_per_s": home.read_bytes_per_s}
+    if home.write_bytes_per_s:
+        disk["disk_write_bytes_per_s"] = home.write_bytes_per_s
+    return replace(rates, **disk)
+
+
+def spill_home(folder: Path) -> DiskHome:
+    """Return the folder of optimizer states on disk, with its measured rates."""
+    write, read = disk_rates(folder)
+    return DiskHome(folder=str(folder), read_bytes_per_s=read.per_s, write_bytes_per_s=write.per_s)
 
 
 class BenchFiles:

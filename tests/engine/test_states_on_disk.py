@@ -63,12 +63,14 @@ def wrapped(
     states: StateFormat = "fp32",
     away: int = -1,
     dtype: torch.dtype = torch.bfloat16,
+    *,
+    device: str = "cpu",
     **counts: Any,
 ) -> nn.Module:
     model: nn.Module = llama(64)
     model.to(dtype)
     return wrap_placed(
-        model, "cpu", placed(model, states, folder, away, **counts), states=states, frozen="plain"
+        model, device, placed(model, states, folder, away, **counts), states=states, frozen="plain"
     )
 
 
@@ -86,6 +88,7 @@ def train(
         random = torch.Generator().manual_seed(step)
         for _ in range(passes):
             ids = torch.randint(0, 100, (4, 24), generator=random)
+            ids = ids.to(engine_of(model).device.torch_device)
             loss = model(input_ids=ids, labels=ids).loss / passes
             if norm is None:
                 engine_of(model).begin_step_in_backward(optimizer, loss)

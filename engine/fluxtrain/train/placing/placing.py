@@ -259,7 +259,8 @@ def spill_home(
 ) -> DiskHome:
     """Return where optimizer states may live that the host cannot hold: placement.disk_path, or in
     the run's folder. per_s: rates of the probe. here: on this machine."""
-    folder = config.placement.disk_path or runs_in or tempfile.gettempdir()
+    folder = config.placement.disk_path or runs_in
+    folder = folder or (tempfile.gettempdir() if here else "the run's folder")
     found = read_disk(Path(folder))
     unusable = ""
     if here and found.in_memory:
