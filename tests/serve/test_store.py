@@ -40,11 +40,14 @@ def test_a_server_looks_for_runs_where_the_one_before_did(tmp_path: Path) -> Non
     store.close()
 
 
-def test_the_migrations_make_the_tables(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    with store.engine.connect() as connection:
-        assert compare_metadata(MigrationContext.configure(connection), tables) == []
-    store.close()
+def test_a_new_folder_and_an_older_one_have_the_tables_of_this_version(tmp_path: Path) -> None:
+    for _ in ("new", "opened again"):
+        store = Store(tmp_path)
+        with store.engine.connect() as connection:
+            context = MigrationContext.configure(connection)
+            assert compare_metadata(context, tables) == []
+            assert context.get_current_revision() is not None
+        store.close()
 
 
 def test_a_database_of_another_version_or_none_is_refused(tmp_path: Path) -> None:

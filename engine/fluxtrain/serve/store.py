@@ -241,7 +241,11 @@ def _migrate(engine: sa.Engine) -> None:
     try:
         with engine.begin() as connection:
             config.attributes["connection"] = connection
-            command.upgrade(config, "head")
+            if sa.inspect(connection).has_table("alembic_version"):
+                command.upgrade(config, "head")
+            else:
+                tables.create_all(connection)
+                command.stamp(config, "head")
     except CommandError as error:
         raise BadInput(
             f"{engine.url.database} was made by another version of FluxTrain ({error}): start that "
