@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import json
@@ -10,11 +11,13 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 PAGE = Path(__file__).parent / "service.md"
+PICTURE = Path(__file__).parents[1] / "screenshots" / "service-job.svg"
 ADDRESS = "http://127.0.0.1:8199/v1"
 _BLOCK = re.compile(r"```(python|sh)\n(.*?)```\n\n```text\n(.*?)```", re.DOTALL)
 _IDS = re.compile(r"\b(file|ftjob|ftevent|chatcmpl)-[0-9a-f]{24}")
@@ -82,10 +85,39 @@ def run_page(text: str, url: str, key: str, folder: Path) -> tuple[str, dict[str
     return _BLOCK.sub(run, text), names
 
 
+async def draw(journal: Path) -> None:
+    """Draw the app on a job, as `fluxtrain-tui --attach JOB` shows it at two thirds."""
+    from fluxtui.app import FluxApp
+    from fluxtui.sources.replay import ReplaySource
+
+    source = ReplaySource(journal, speed=None, until_share=0.66)
+    app = FluxApp(source, sample_machine=False, runs_folder=journal.parents[1])
+    async with app.run_test(size=(120, 40)) as pilot:
+        while not source.over or app.view.state.hello is None:
+            await pilot.pause(0.05)
+        await pilot.pause(0.6)
+        PICTURE.write_text(app.export_screenshot(title="FluxTrain") + "\n")
+
+
+def longer_job(names: dict[str, Any]) -> str:
+    """Run a job of more steps on the page's file; return its id."""
+    jobs = names["client"].fine_tuning.jobs
+    train = {"steps": 60, "batch_rows": 8, "evaluate_every": 15}
+    job = jobs.create(
+        model="demo", training_file=names["file"].id, suffix="longer",
+        extra_body={"fluxtrain": {"train": train}},
+    )  # fmt: skip
+    while job.status not in ("succeeded", "failed"):
+        time.sleep(1)
+        job = jobs.retrieve(job.id)
+    return str(job.id)
+
+
 def main() -> None:
-    """Write the page anew."""
+    """Write the page anew, and its picture."""
     with tempfile.TemporaryDirectory() as made, server(Path(made)) as (url, key, _):
-        text, _ = run_page(PAGE.read_text(), url, key, Path(made))
+        text, names = run_page(PAGE.read_text(), url, key, Path(made))
+        asyncio.run(draw(Path(made) / "runs" / longer_job(names) / "events.ndjson"))
     PAGE.write_text(text)
 
 

@@ -31,8 +31,9 @@ PANELS: dict[str, Panel] = {
     panel.id: panel
     for panel in (
         progress.PANEL, memory.PANEL, residency.PANEL, loss.PANEL, bus.PANEL, machine.PANEL,
-        moves.PANEL, step.PANEL, log.PANEL, advice.PANEL, memory_history.PANEL, categories.PANEL,
-        block.PANEL, rates.PANEL, readout.PANEL, stalls.PANEL, recent_steps.PANEL, lanes.PANEL,
-        samples.PANEL, cards.PANEL, cards.MEMORY, GRAD_NORM, LEARNING_RATE,
+        moves.PANEL, step.PANEL, log.PANEL, log.NEWS, advice.PANEL, memory_history.PANEL,
+        categories.PANEL, block.PANEL, rates.PANEL, readout.PANEL, stalls.PANEL,
+        recent_steps.PANEL, lanes.PANEL, samples.PANEL, cards.PANEL, cards.MEMORY, GRAD_NORM,
+        LEARNING_RATE,
     )
 }  # fmt: skip

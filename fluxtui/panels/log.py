@@ -30,10 +30,13 @@ def body(view: View, width: int, height: int) -> list[Line]:
         text = view.state.advice[-1].text
         for i, part in enumerate(wrapped(text, width - 2)[:2]):
             lines.append((("▲ " if i == 0 else "  ", "accent"), (part, "text")))
-    room = height - len(lines)
-    recent = [entry for entry in view.state.log.last(room * 4 + 8) if _is_news(entry)]
-    lines.extend(row(entry, width) for entry in recent[-room:])
-    return lines or [((" nothing so far", "dim"),)]
+    return [*lines, *news(view, width, height - len(lines))]
+
+
+def news(view: View, width: int, height: int) -> list[Line]:
+    """Draw the newest log lines alone, where another panel shows the advice."""
+    recent = [entry for entry in view.state.log.last(height * 4 + 8) if _is_news(entry)]
+    return [row(entry, width) for entry in recent[-height:]] or [((" nothing so far", "dim"),)]
 
 
 def _is_news(entry: LogLine) -> bool:
@@ -70,3 +73,4 @@ def _head(entry: LogLine, dates: bool) -> tuple[Line, str]:
 
 
 PANEL = Panel("log", "Log", body, heading, about="what happened; the whole of it on screen 5")
+NEWS = Panel("news", "Log", news, about="what happened; the whole of it on screen 5")

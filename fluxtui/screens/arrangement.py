@@ -171,7 +171,7 @@ def _three_columns(width: int, height: int, cards: int, second: str) -> Arrangem
         **({"bus": PanelPlace(Rect(left, y, right, bus), "box")} if bus else {}),
         "advice": PanelPlace(Rect(left, y + bus, right, high - bus), "box"),
         **({second: PanelPlace(Rect(0, y + high, third, low), "box")} if second else {}),
-        "log": PanelPlace(Rect(third, y + high, width - third, low), "box"),
+        "news": PanelPlace(Rect(third, y + high, width - third, low), "box"),
         foot: PanelPlace(Rect(0, height - rows, width, rows), "box"),
     }
 

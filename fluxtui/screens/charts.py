@@ -44,7 +44,7 @@ class Dashboard(CurveScreen):
     MAIN = "loss"
     SHOWN = (
         "progress", "memory", "cards", "residency", "loss", "bus", "machine", "moves", "log",
-        "advice", "step", "lanes", "samples",
+        "news", "advice", "step", "lanes", "samples",
     )  # fmt: skip
 
     def places(self, width: int, height: int) -> Arrangement:

@@ -139,6 +139,21 @@ async def test_of_two_readings_of_the_columns_enter_takes_the_marked_one(
         await wizard.until(lambda: not wizard.screen.answers.settings)
 
 
+async def test_of_columns_with_unknown_names_the_user_says_which_is_which(
+    folder: Path, opened: Opened
+) -> None:
+    data = folder / "fragen.csv"
+    data.write_text("frage,antwort\nWo?,Da.\n")
+    answers = Answers(step="data", data_source="path", data_path=str(data))
+    async with opened(folder, answers) as wizard:
+        await wizard.until(lambda: "`antwort`: answer to `frage`" in wizard.text())
+        await wizard.press("tab", "down", "enter")
+        await wizard.until(lambda: wizard.screen.answers.settings)
+        columns = {"prompt": "antwort", "completion": "frage"}
+        assert wizard.screen.answers.settings == {"data.columns": columns}
+        await wizard.until(lambda: "As the model sees it" in wizard.text())
+
+
 async def test_data_that_went_bad_since_it_was_looked_at_stops_the_next_look(
     folder: Path, opened: Opened
 ) -> None:

@@ -27,7 +27,14 @@ from fluxtui.widgets.spans import Line, width_of
 RECORDED = Path(__file__).parent / "recorded"
 RUNS = ("demo", "killed", "resumed", "diverged", "h200", "h200-cards", "streamed")
 SIZES = ((60, 20), (80, 24), (100, 34), (120, 40), (200, 60))
-OTHERS_WORDS = ("log", "moves", "lanes", "step", "recent_steps")  # names and texts of any length
+OTHERS_WORDS = (
+    "log",
+    "news",
+    "moves",
+    "lanes",
+    "step",
+    "recent_steps",
+)  # names and texts of any length
 INSET = {"box": (4, 2), "rule": (0, 1), "bare": (0, 0)}
 
 
@@ -101,3 +108,17 @@ def test_what_is_one_is_not_said_in_the_plural(made: ModuleType) -> None:
     assert "batch of 1 row in" in state.log.newest.text
     assert "1 row of 256 tokens" in whole(plan_lines(view, 100))
     assert "1 corrupt line " in whole([header_line(view, 160)])
+
+
+def test_advice_stands_once_on_a_screen() -> None:
+    view = view_of("h200", 0.8, process="alive")
+    assert view.state.advice
+    for width, height in ((120, 40), (200, 60)):
+        places = Dashboard().places(width, height - 2)
+        assert set(places) <= set(Dashboard.SHOWN)
+        shown = [
+            whole(PANELS[name].body(view, place.rect.width - 4, place.rect.height - 2))
+            for name, place in places.items()
+            if name in ("log", "news", "advice")
+        ]
+        assert sum("▲" in text for text in shown) == 1, shown

@@ -150,3 +150,29 @@ def test_a_header_without_rows_is_told_as_such(tmp_path: Path) -> None:
             rows(write(tmp_path, name, text))
     with pytest.raises(BadInput, match="is empty"):
         rows(write(tmp_path, "a.jsonl", "\n\n"))
+
+
+def test_columns_whose_names_say_nothing_can_be_chosen(tmp_path: Path) -> None:
+    path = write(tmp_path, "fa.csv", "id,frage,antwort\n1,Wo?,Da\n2,Wer?,Ich\n")
+    with pytest.raises(
+        UnclearColumns, match=r"columns=\{prompt: frage, completion: antwort\}"
+    ) as no:
+        rows(path)
+    found = []
+    for reading in no.value.readings:
+        made = apply_overrides({}, list(reading.settings))["data"]
+        first, *_ = rows(path, **made)
+        found.append(first.text or [*map(str, said(first))])
+    both = [["user: Wo?", "assistant: Da"], ["user: Da", "assistant: Wo?"]]
+    assert found == [*both, "Wo?", "Da"]
+
+
+def test_columns_that_differ_in_case_alone_are_told_with_the_way_to_the_other(
+    tmp_path: Path,
+) -> None:
+    path = write(tmp_path, "qa.csv", "Prompt,prompt,completion\na,b,c\n")
+    [row], report = reported(path)
+    assert said(row) == ["user: b", "assistant: c"]
+    [told] = [line for line in report.lines() if "case alone" in line]
+    made = apply_overrides({}, told.partition(" set ")[2].split(" with "))["data"]
+    assert said(rows(path, **made)[0]) == ["user: a", "assistant: c"]

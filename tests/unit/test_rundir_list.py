@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from fluxtrain.events.emitter import Emitter
 from fluxtrain.events.events import Done
-from fluxtrain.events.run_folder.run_dir import RunDir, list_runs
+from fluxtrain.events.run_folder.run_dir import Holding, RunDir, find_run, list_runs
 
 Make = Callable[..., Any]
 
@@ -66,3 +67,30 @@ def test_a_folder_of_another_user_hides_no_run(
 
     monkeypatch.setattr(Path, "exists", refused)
     assert [one.run_id for one in list_runs(run.path.parent)] == [run.run_id]
+
+
+def test_last_is_the_run_that_was_started_last_also_in_another_folder(
+    tmp_path: Path, make_hello: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLUXTRAIN_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+    def started(path: Path) -> Path:
+        run = RunDir(path)
+        holding = Holding(run)
+        emitter = Emitter(run.journal)
+        emitter.emit(make_hello())
+        emitter.close()
+        holding.release()
+        return run.path
+
+    usual = started(tmp_path / "runs" / "usual")
+    assert find_run("last") == usual and not (tmp_path / "state").exists()
+    other = started(tmp_path / "runs" / ".." / "elsewhere" / "x")
+    assert find_run("last") == other == tmp_path / "elsewhere" / "x"
+    again = started(tmp_path / "runs" / "again")
+    assert find_run("last") == again
+    shutil.rmtree(again)
+    assert find_run("last") == other
+    shutil.rmtree(other)
+    assert find_run("last") == usual

@@ -407,7 +407,7 @@ class TrainingLoop(Generic[B]):
         last = self._checkpoints.last_text()
         if self._requests.lack:
             raise DoesNotFit(f"{self._requests.lack}; {last}")
-        raise Interrupted(f"stopped after step {self.state.step}: {last}", code)
+        raise Interrupted(last, code)  # the end of the run tells the step
 
     def _out_of_memory(self, error: torch.OutOfMemoryError) -> DoesNotFit:
         return out_of_memory(self._engine, self._step_number, error, self._checkpoints.last_text())

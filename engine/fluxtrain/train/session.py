@@ -247,9 +247,10 @@ class Session:
     def _record_orderly_end(self, interrupted: FluxTrainError | None) -> None:
         """Write result.json. Raises where it cannot be written, unless the run was interrupted."""
         code = interrupted.exit_code if interrupted else EXIT_FINISHED
+        when = f"stopped after step {self.state.step}: " if self.state.step else ""
         result = {
             "exit_code": code,
-            "message": str(interrupted) if interrupted else "finished",
+            "message": f"{when}{interrupted}" if interrupted else "finished",
             "step": self.state.step,
             "seconds": self.seconds,
             "trained_s": self.state.trained_s,

@@ -136,7 +136,7 @@ def _refused(view: WizardView, check: Check | None, width: int) -> Content:
     """Ask how unclear columns are read; after a refusal say how to make the setting
     that it names."""
     found = found_page(view, width)
-    if check is None or "set data." not in (check.error or ""):
+    if check is None:
         return found
     if check.readings:
         ways = len(check.readings)
@@ -144,6 +144,8 @@ def _refused(view: WizardView, check: Check | None, width: int) -> Content:
         pick = f", {view.key('list_up', 'list_down')} marks another one" if ways > 1 else ""
         asks = f"the columns {told}: {view.key('wizard_next')} takes the marked one{pick}"
         return drawing.caution(asks, width)
+    if "set data." not in (check.error or ""):
+        return found
     how = (
         f"{view.key('wizard_read_as')} tries the next format; to set columns, start the app "
         "with fluxtrain-tui --set 'data.columns={text: body}': the answers so far are kept"

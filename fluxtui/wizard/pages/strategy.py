@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from textual.content import Content
 
-from fluxtrain.events.answers.plan import PlanAnswer, PlanOption
+from fluxtrain.events.answers.plan import PlanAnswer, PlanOption, distinct_plans
 from fluxtrain.events.events import ChoiceMade
 from fluxtrain.units import bytes_text, count_text, predicted_text
 from fluxtui.answers.answers import DIAL
@@ -96,17 +96,19 @@ def dial_line(view: WizardView, width: int) -> Content:
 
 def cards(view: WizardView, width: int) -> Content:
     """Draw the ranked plans next to each other, or under each other where they do not fit."""
-    plan = view.plan.value
+    plan, found = view.plan.value, distinct_plans(view.cards)
     drawn = [
         (
-            card.name,
+            names,
             [(name, value, "bold") for name, value in card_facts(card, plan)],
-            card.name == view.answers.dial,
+            view.answers.dial in names.split(" = "),
         )
-        for card in view.cards
+        for names, card in found.items()
     ]
     beside = drawing.cards(drawn, width)
-    return beside or Content("\n").join(_card_row(view, card, width) for card in view.cards)
+    return beside or Content("\n").join(
+        _card_row(view, names, card, width) for names, card in found.items()
+    )
 
 
 def card_facts(card: PlanOption, plan: PlanAnswer | None) -> list[tuple[str, str]]:
@@ -173,8 +175,8 @@ def _reasons(
     return lines
 
 
-def _card_row(view: WizardView, card: PlanOption, width: int) -> Content:
-    chosen = card.name == view.answers.dial
+def _card_row(view: WizardView, names: str, card: PlanOption, width: int) -> Content:
+    chosen = view.answers.dial in names.split(" = ")
     told = card.predicted
     text = (
         f"{count_text(told.tokens_per_s)} tokens/s, {bytes_text(card.device_bytes)}, "
@@ -183,6 +185,6 @@ def _card_row(view: WizardView, card: PlanOption, width: int) -> Content:
     mark = "▸ " if chosen else "  "
     return Content.assemble(
         (mark, "bold $accent"),
-        (card.name.ljust(10), "bold"),
-        drawing.shortened(text, width - 12),
+        (f"{names.ljust(9)} ", "bold"),
+        drawing.shortened(text, width - max(12, len(names) + 3)),
     )

@@ -160,6 +160,12 @@ class Reading:
             report.take(made)
             return
         report.ignored.update(left_out.keys())
+        if left_out and isinstance(item, Record):
+            report.shadowed |= {
+                key: key.lower()
+                for key in left_out
+                if not key.islower() and key.lower() in item.values
+            }
         if made is None:
             report.blank += 1
             return

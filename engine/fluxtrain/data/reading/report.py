@@ -27,6 +27,7 @@ class Report:
     # by reason: the first of the bad rows that have it, and how many do
     problems: dict[str, tuple[Problem, int]] = field(default_factory=dict)
     ignored: Counter[str] = field(default_factory=Counter)  # key -> rows that have it
+    shadowed: dict[str, str] = field(default_factory=dict)  # left out -> the key in small letters
     left_out_files: list[str] = field(default_factory=list)
     repeated: str = ""  # a sentence; empty where no row repeats another or this was not looked for
     repeated_ids: str = ""
@@ -50,6 +51,7 @@ class Report:
         for problem, rows in other.problems.values():
             self._keep(problem, rows)
         self.ignored.update(other.ignored)
+        self.shadowed |= other.shadowed
         self.left_out_files += other.left_out_files
 
     def check(self, limit: int, whole: bool = True) -> None:
@@ -85,6 +87,12 @@ class Report:
             )
             more = f" and {len(self.ignored) - 12} others" if len(self.ignored) > 12 else ""
             said.append(f"keys that are left out: {keys}{more}")
+        if self.shadowed:
+            key, known = next(iter(self.shadowed.items()))
+            said.append(
+                f"`{key}` and `{known}` differ in case alone, and `{known}` is read: to read the "
+                f"other one set data.columns={{{known}: {key}}} with data.ignore=[{known}]"
+            )
         if self.blank:
             said.append(f"texts without words, left out: {self.blank:,}")
         if self.bad:

@@ -103,6 +103,24 @@ def readings_of(values: Mapping[str, Any], shape: str = "auto") -> tuple[list[Co
     return [_text(strings, key, texts) for key in texts], len(texts) == 1 and not others
 
 
+def any_readings_of(values: Mapping[str, Any]) -> list[ColumnReading]:
+    """Return the ways to read columns whose names say nothing: each of the first as the prompt,
+    with each other one as its answer, and each as text."""
+    strings = {key: _plain_name(key) for key, value in values.items() if isinstance(value, str)}
+    keys = [key for key, name in strings.items() if not _is_about(name)][:_MOST]
+    pairs = (
+        ColumnReading(
+            shape="completion",
+            columns={"prompt": prompt, "completion": answer},
+            because=f"`{answer}` is taken as the answer to `{prompt}`",
+        )
+        for prompt in keys
+        for answer in keys
+        if prompt != answer
+    )
+    return [*pairs, *(_text(strings, key, []) for key in keys)]
+
+
 def told(readings: Sequence[ColumnReading]) -> str:
     """Name the settings that choose each of the readings."""
     shown = [" with ".join(one.settings) for one in readings[:_MOST]]

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from fluxtrain.data.containers.record import Record, keys_of, kind_of
 from fluxtrain.data.row import Message, Row, weights_of
-from fluxtrain.data.shapes.columns import UnclearColumns, readings_of, told
+from fluxtrain.data.shapes.columns import UnclearColumns, any_readings_of, readings_of, told
 from fluxtrain.data.shapes.keys import (
     COLUMNS,
     CONVERSATIONS,
@@ -132,9 +132,11 @@ def recognised_by_columns(
         raise UnclearColumns(
             f"{record.origin} can be read {ways} (its keys: {keys}): {told(readings)}", readings
         )
+    possible = [] if mapping.columns else any_readings_of(values)
     raise UnclearColumns(
         f"{record.origin} has no key that names its text, prompt or messages (its keys: {keys}): "
-        f"{advice_for(values)}"
+        f"{advice_for(values, possible[0].settings[0] if possible else '')}",
+        possible,
     )
 
 

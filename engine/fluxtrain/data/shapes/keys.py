@@ -138,14 +138,15 @@ def preference_of(values: Mapping[str, Any]) -> str | None:
     return None
 
 
-def advice_for(values: Mapping[str, Any]) -> str:
-    """Suggest a change that makes a row readable whose keys show no shape."""
+def advice_for(values: Mapping[str, Any], setting: str = "") -> str:
+    """Suggest a change that makes a row readable whose keys show no shape; `setting`: one that
+    does, for these keys."""
     if (told := _of_lists(values) or _of_kinds(values)) is not None:
         return told
     return (
         "it must have `text`, `messages`, `conversations`, `prompt` and `completion`, or "
         "`instruction` and `output`; say which column is which with data.columns, such as "
-        "data.columns={prompt: ..., completion: ...}"
+        + (setting or "data.columns={prompt: ..., completion: ...}")
     )
 
 

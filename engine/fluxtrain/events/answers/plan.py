@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import msgspec
@@ -99,6 +100,18 @@ class PlanOption(msgspec.Struct, frozen=True, kw_only=True):
     host_bytes: int
     predicted: PlannedTime
     settings: dict[str, Any]
+
+
+def distinct_plans(plans: Iterable[PlanOption]) -> dict[str, PlanOption]:
+    """Return different plans by name; names that lead to one plan are joined, as in
+    "fast = balanced"."""
+    found: list[tuple[str, PlanOption]] = []
+    for one in plans:
+        if found and found[-1][1].layout == one.layout:
+            found[-1] = (f"{found[-1][0]} = {one.name}", one)
+        else:
+            found.append((one.name, one))
+    return dict(found)
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):

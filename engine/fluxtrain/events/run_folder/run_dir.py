@@ -26,7 +26,7 @@ from fluxtrain.events.printable import printable
 from fluxtrain.events.run_folder.process import ProcessMark
 from fluxtrain.events.run_folder.states import RunState, state_of_exit, state_word
 from fluxtrain.events.typed import typed
-from fluxtrain.files.atomic import check_space, read_json, storage_error, write_json
+from fluxtrain.files.atomic import check_space, read_json, replace_file, storage_error, write_json
 from fluxtrain.files.folders import is_at, try_lock
 from fluxtrain.files.opening import is_plain_folder, open_plain, open_to_write
 
@@ -128,7 +128,8 @@ class RunDir:
     model_list = _Place("model-files.json")  # names and sizes of its files
 
     def __init__(self, path: Path | str) -> None:
-        self.path = Path(path).absolute()
+        given = Path(path).absolute()
+        self.path = given.resolve() if ".." in given.parts else given
 
     @classmethod
     def create(cls, root: Path | str | None = None, name: str = "run") -> RunDir:
@@ -367,8 +368,8 @@ def find_run(wanted: str, root: Path | None = None) -> Path:
     """
     root = root or runs_root()
     runs = list_runs(root)
-    if wanted == LAST and runs:
-        return Path(runs[0].path)
+    if wanted == LAST and (newest := [*runs[:1], *_started_elsewhere(root)]):
+        return Path(max(newest, key=lambda one: one.started_s).path)
     names = [run.run_id for run in runs]
     matching = [name for name in names if name == wanted] or [
         name for name in names if wanted and name.startswith(wanted)
@@ -387,6 +388,30 @@ def find_run(wanted: str, root: Path | None = None) -> Path:
         )
     near = difflib.get_close_matches(wanted, names, n=3, cutoff=0.3) or names[:3]
     raise BadInput(f"no run '{wanted}' in {root}; did you mean {', '.join(near)}?")
+
+
+def _state_file() -> Path:
+    """Return where the last run that was started elsewhere is noted."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "fluxtrain" / "last-run"
+
+
+def note_started(run: RunDir) -> None:
+    """Remember a run that starts outside the folder of all runs, so that `last` finds it."""
+    if run.path.parent != runs_root():
+        with contextlib.suppress(OSError):  # a home that cannot be written: `last` does without
+            _state_file().parent.mkdir(parents=True, exist_ok=True)
+            replace_file(_state_file(), os.fsencode(run.path))
+
+
+def _started_elsewhere(root: Path) -> list[RunSummary]:
+    """Return the run that `note_started` remembers, if it is still there and `root` is the user's
+    own folder."""
+    with contextlib.suppress(OSError, ValueError):
+        run = RunDir(os.fsdecode(_state_file().read_bytes()))
+        if root == runs_root() and run.holds_run():
+            return [run.summary()]
+    return []
 
 
 def newest_training(root: Path | None = None) -> tuple[Path, str]:
@@ -424,6 +449,7 @@ class Holding:
         """Take the lock. Raises as `RunDir.lock`, and BadInput where the folder vanishes."""
         self.run_dir = run_dir
         self._lock = run_dir.lock()
+        note_started(run_dir)
         self._followers: list[Follower] = []
         self._looked_s = time.monotonic()
         try:

@@ -9,7 +9,13 @@ from typing import Any
 import msgspec
 
 from fluxtrain.config.schema import RunConfig
-from fluxtrain.events.answers.plan import PlanAnswer, PlannedLayout, PlannedTime, PlanOption
+from fluxtrain.events.answers.plan import (
+    PlanAnswer,
+    PlannedLayout,
+    PlannedTime,
+    PlanOption,
+    distinct_plans,
+)
 from fluxtrain.events.events import CardLeftOut, CardPlan
 from fluxtrain.measure.measured_constants import Constants
 from fluxtrain.methods.method import method_of
@@ -200,11 +206,13 @@ def plan_lines(plan: PlanAnswer) -> list[str]:
     if not plan.plans:
         return lines
     lines += ["", f"plans by their memory, each with {plan.layout.batch_rows} rows a step"]
-    for one in plan.plans:
+    found = distinct_plans(plan.plans)
+    widest = max(map(len, found))
+    for name, one in found.items():
         layout = one.layout
         where = f"{layout.offload}, {layout.device_groups}+{layout.resident_blocks} on device"
         lines.append(
-            f"  {one.name:<9} device {bytes_text(one.device_bytes):>9}  "
+            f"  {name:<{widest}}  device {bytes_text(one.device_bytes):>9}  "
             f"host {bytes_text(one.host_bytes):>9}  {_time_text(one.predicted, plan.timing)}; "
             f"{where}, chunk {layout.chunk_rows}"
         )
