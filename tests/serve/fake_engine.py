@@ -62,6 +62,22 @@ def evaluate(folder: str) -> None:
     print(json.dumps(answer))
 
 
+def evaluate_tasks(folder: str, tasks: str) -> None:
+    """A model's accuracy is what its loss lacks to one; a folder that is gone is refused."""
+    if not Path(tasks).is_dir():
+        print("error: it has no task: name the folder", file=sys.stderr)
+        sys.exit(2)
+    result = {
+        "task": "sums", "metric": "acc", "error": 0.1, "higher_is_better": True, "rows": 3,
+        "value": 1 - json.loads(Path(folder, "config.json").read_text())["loss"],
+    }  # fmt: skip
+    answer = {
+        "model": folder, "base": None, "tasks": tasks, "results": [result], "batch_rows": 1,
+        "dtype": "", "device": "", "placed": "", "seconds": 0.1,
+    }  # fmt: skip
+    print(json.dumps(answer))
+
+
 def _worker_runs() -> bool:
     for one in psutil.Process(os.getppid()).children():
         with suppress(psutil.Error):  # it ends meanwhile
@@ -188,6 +204,8 @@ if __name__ == "__main__":
     command, *rest = sys.argv[1:]
     if command == "plan":
         plan(rest[1])
+    elif command == "evaluate" and "--tasks" in rest:
+        evaluate_tasks(rest[1], rest[rest.index("--tasks") + 1])
     elif command == "evaluate":
         evaluate(rest[1])
     elif command == "generate":

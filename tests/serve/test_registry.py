@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from fluxtrain.serve.settings import ServedModel
 from tests.serve.conftest import Served, create, ended, upload, wait_for
 
 
@@ -56,6 +58,37 @@ def test_a_gate_moves_an_alias_and_says_why_not(served: Served) -> None:
     with pytest.raises(openai.NotFoundError):
         asked(client, "best")
     assert call(served, "GET", "aliases")[1]["data"] == []
+
+
+def test_each_jobs_model_is_put_to_the_operators_tasks_for_the_gate(
+    serve: Callable[..., Served], tmp_path: Path
+) -> None:
+    (tmp_path / "tasks").mkdir()
+    served = serve(models={
+        "demo": ServedModel(path="demo", method="full", tasks=tmp_path / "tasks"),
+    })  # fmt: skip
+    client = served.client()
+    first, better = trained(client, "loss-0.8"), trained(client, "loss-0.5")
+
+    def results(name: str) -> Any:
+        told: Any = client.models.retrieve(name)
+        return told.fluxtrain["tasks"]
+
+    wait_for(lambda: results(first) and results(better))
+    assert results(better)["sums/acc"]["value"] == 0.5
+    gate = {"metric": "sums/acc", "min_gain": 0.4}
+    assert call(served, "POST", "aliases/best", version=first, gate=gate)[0] == 200
+    status, refused = call(served, "POST", "aliases/best", version=better, gate=gate)
+    assert status == 400 and "a gain of 0.3 where 0.4" in refused["error"]["message"]
+    gate["min_gain"] = 0.2
+    assert call(served, "POST", "aliases/best", version=better, gate=gate)[0] == 200
+    unknown = call(served, "POST", "aliases/best", version=first, gate={"metric": "sums/f1"})
+    assert unknown[0] == 400 and "it has sums/acc" in unknown[1]["error"]["message"]
+    (tmp_path / "tasks").rmdir()
+    third = trained(client, "loss-0.1")
+    wait_for(lambda: results(third))
+    told = call(served, "POST", "aliases/best", version=third, gate=gate)[1]["error"]["message"]
+    assert "name the folder" in told and str(tmp_path) not in told
 
 
 def test_a_model_whose_files_were_changed_is_not_used(served: Served) -> None:

@@ -11,7 +11,7 @@ import time
 import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import sqlalchemy as sa
 from pydantic import Field
@@ -64,9 +64,9 @@ def version_of(store: Store, row: Mapping[str, Any], run: RunDir) -> dict[str, A
 class PromotionGate(Body):
     """What a version has to show before an alias moves to it."""
 
-    file: str  # held-out rows, for both versions
-    metric: Literal["loss"] = "loss"
-    min_gain: float = Field(default=0.0, description="by which its loss must be lower")
+    file: str | None = None  # held-out rows, for the loss of both versions
+    metric: str = "loss"  # or TASK/METRIC of the operator's tasks
+    min_gain: float = Field(default=0.0, description="by which it must be better")
 
 
 class Promotion(Body):
@@ -76,14 +76,47 @@ class Promotion(Body):
     gate: PromotionGate | None = None
 
 
-def refuse_below_gate(asked: Promotion, now: str | None, why: Mapping[str, Any]) -> None:
-    """Raise Refusal where a version's loss is not as much lower as the gate asks for."""
-    before, gate = why["loss_before"], asked.gate
-    if gate is not None and before is not None and before - why["loss"] < gate.min_gain:
+def compared_tasks(
+    metric: str, version: Mapping[str, Any], before: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return the results of two versions in a task. Raises Refusal where one has none."""
+    results = [None if one is None else _result(metric, one) for one in (version, before)]
+    new, old = results
+    assert new is not None
+    return {
+        metric: new["value"],
+        f"{metric}_before": None if old is None else old["value"],
+        "higher_is_better": new["higher_is_better"],
+    }
+
+
+def _result(metric: str, version: Mapping[str, Any]) -> dict[str, Any]:
+    tasks = version["facts"].get("tasks")
+    if tasks is None:
         raise Refusal(
-            f"the alias stays at {now}: on {gate.file} its loss is {before:.6g} and that of "
-            f"{asked.version} {why['loss']:.6g}, a gain of {before - why['loss']:.3g} where "
-            f"{gate.min_gain:g} is asked for",
+            f"{version['id']} has no results of tasks: they are made after each job where "
+            "models.NAME.tasks is set in serve.yaml, so ask again later, or gate by the loss",
+            param="gate.metric",
+        )
+    found: dict[str, Any] | None = tasks.get(metric) if "error" not in tasks else None
+    if found is None:
+        told = tasks.get("error") or f"it has {', '.join(tasks)}"
+        raise Refusal(f"{version['id']} has no result {metric!r}: {told}", param="gate.metric")
+    return found
+
+
+def refuse_below_gate(asked: Promotion, now: str | None, why: Mapping[str, Any]) -> None:
+    """Raise Refusal where a version is not as much better as the gate asks for."""
+    gate = asked.gate
+    if gate is None or (before := why[f"{gate.metric}_before"]) is None:
+        return
+    value = why[gate.metric]
+    gain = value - before if why.get("higher_is_better") else before - value
+    if gain < gate.min_gain:
+        where = f"on {gate.file} its loss" if gate.metric == "loss" else f"its {gate.metric}"
+        raise Refusal(
+            f"the alias stays at {now}: {where} is {before:.6g} and that of {asked.version} "
+            f"{value:.6g}, a gain of {gain:.3g} where {gate.min_gain:g} is asked for",
             code="gate_not_passed",
         )
 
@@ -159,7 +192,7 @@ def checked(store: Store, folder: Path) -> Path:
 
 def version_object(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a version as the API shows it."""
-    facts = {name: row["facts"].get(name) for name in ("metrics", "data", "run")}
+    facts = {name: row["facts"].get(name) for name in ("metrics", "tasks", "data", "run")}
     return {
         "id": row["id"],
         "object": "model",

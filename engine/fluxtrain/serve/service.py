@@ -17,13 +17,13 @@ import sqlalchemy as sa
 from fastapi.concurrency import run_in_threadpool
 
 from fluxtrain.errors import EXIT_DOES_NOT_FIT
-from fluxtrain.events.answers.answers import EvaluationAnswer
 from fluxtrain.events.answers.asking import FLUXTRAIN, EngineRefused, ask_engine
 from fluxtrain.events.answers.generation import Answered, Ask
 from fluxtrain.events.answers.plan import PlanAnswer
 from fluxtrain.events.run_folder.launch import TRAINER
 from fluxtrain.files.atomic import replace_file, storage_error
 from fluxtrain.serve import jobs as job_rows
+from fluxtrain.serve.evaluation import Evaluations
 from fluxtrain.serve.jobs import JobRequest
 from fluxtrain.serve.metrics import AnswerCounts, Watched
 from fluxtrain.serve.queue import TICK_S, Queue
@@ -31,7 +31,9 @@ from fluxtrain.serve.refusal import Refusal, not_found
 from fluxtrain.serve.registry import (
     CHECKPOINT,
     Promotion,
+    PromotionGate,
     checked,
+    compared_tasks,
     current,
     find_version,
     model_name,
@@ -65,6 +67,9 @@ class Service:
         self.watched = Watched(
             store=store, settings=settings, queue=self.queue, answers=AnswerCounts()
         )
+        self.evaluations = Evaluations(
+            store, settings, self._why_no_answer, self.worker.leave, program
+        )
         self._planning = asyncio.Semaphore(PLANS_AT_ONCE)
         self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
@@ -72,11 +77,15 @@ class Service:
     async def running(self) -> AsyncIterator[None]:
         """Run the queue, and end the worker in time for jobs."""
         self.queue.start()
-        yielding = asyncio.create_task(self._yield_to_jobs())
+        beside = [
+            asyncio.create_task(self._yield_to_jobs()),
+            asyncio.create_task(self.evaluations.follow_jobs()),
+        ]
         try:
             yield
         finally:
-            yielding.cancel()
+            for task in beside:
+                task.cancel()
             await run_in_threadpool(self.queue.close)
             await self.worker.leave()
             self.store.close()
@@ -194,37 +203,33 @@ class Service:
         now = await run_in_threadpool(current, self.store, project, alias)
         why: dict[str, Any] = {"gate": None}
         if asked.gate is not None:
-            row = await run_in_threadpool(find_file, self.store, project, asked.gate.file)
-            data = content_of(self.store, row)
-            why = {
-                "gate": asked.gate.model_dump(),
-                "loss": await self._loss(version, data),
-                "loss_before": None,
-            }
+            before = None
             if now is not None and now != version["id"]:
                 before = await run_in_threadpool(find_version, self.store, project, now)
-                why["loss_before"] = await self._loss(before, data)
+            why = {"gate": asked.gate.model_dump()}
+            why |= await self._compared(project, asked.gate, version, before)
             refuse_below_gate(asked, now, why)
         return await run_in_threadpool(move, self.store, project, alias, version["id"], why)
 
-    async def _loss(self, version: Mapping[str, Any], data: Path) -> float:
-        """Evaluate a version on a file. Raises Refusal while a job has the memory."""
-        if why := self._why_no_answer():
-            raise Refusal(why, status=503, retry_after_s=60.0)
-        await self.worker.leave()
-        folder = await run_in_threadpool(
-            checked, self.store, self.store.models / version["artifact"]
-        )
-        served = self.settings.models.get(version["base"])
-        options = _trusted(served is not None and served.trust_remote_code)
-        try:
-            async with self._planning:
-                found = await ask_engine(
-                    EvaluationAnswer, str(folder), str(data), *options, program=self._program
-                )
-        except EngineRefused as error:
-            raise Refusal(f"{version['id']} cannot be evaluated: {error}") from error
-        return found.loss
+    async def _compared(
+        self,
+        project: str,
+        gate: PromotionGate,
+        version: Mapping[str, Any],
+        before: Mapping[str, Any] | None,
+    ) -> dict[str, Any]:
+        """Return what a gate compares: both losses on its file, or both results in a task."""
+        if gate.metric != "loss":
+            return compared_tasks(gate.metric, version, before)
+        if gate.file is None:
+            raise Refusal("gate.file is needed for the loss: name held-out rows", param="gate.file")
+        row = await run_in_threadpool(find_file, self.store, project, gate.file)
+        data = content_of(self.store, row)
+        loss = await self.evaluations.loss(version, data)
+        return {
+            "loss": loss,
+            "loss_before": None if before is None else await self.evaluations.loss(before, data),
+        }
 
     # -- answers
 

@@ -28,6 +28,9 @@ class ServedModel(Section):
         default=MethodSettings.model_fields["base"].default, description="of qlora's base"
     )
     trust_remote_code: bool = Field(default=False, description="run code that lies with the model")
+    tasks: Path | None = Field(
+        default=None, description="a folder of lm-eval's tasks, which each job's model is put to"
+    )
     settings: dict[str, Any] = Field(
         default={}, description="settings of a run's configuration that its jobs start from"
     )
