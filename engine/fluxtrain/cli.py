@@ -96,6 +96,9 @@ def train(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatur
     debug: Debug = False,
     trace: options.TraceFile = None,
     disk_wait: options.DiskWaitMinutes = 10.0,
+    comm_compress: options.CommCompress = None,
+    comm_config: options.CommConfig = None,
+    profile: options.ProfileSteps = None,
     live_fd: Annotated[int | None, typer.Option("--live-fd", hidden=True)] = None,
 ) -> None:
     """Train a model. Its run directory holds the journal, the checkpoints and the result."""
@@ -107,6 +110,7 @@ def train(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatur
     if trace is not None:
         check_trace_path(trace)
     overrides = overrides_of(sets, steps, device)
+    overrides += options.comm_overrides(comm_compress, comm_config, profile)
     chosen = chosen_config(config, demo, overrides)
     if chosen is None and resume is None and run_dir is None:
         raise nothing_named("train", overrides)
@@ -134,6 +138,10 @@ def train(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatur
     with Importing():
         from fluxtrain.train.run import train as train_run
 
+        if chosen.is_sharded:
+            from fluxtrain.train.sharded_run import ShardedRun
+
+            how["kind"] = ShardedRun
     target = found or new_run(chosen)  # not before: while packages are read nothing tidies up
     with processes.kept(target, trace=trace):
         train_run(chosen, target, **how)
@@ -203,13 +211,8 @@ def inspect(
     """
     chosen = _named_config("inspect", config, demo, overrides_of(sets, None, None))
     with Importing():
-        from fluxtrain.commands import inspection, pairs_inspection
-        from fluxtrain.models.model_files import is_pipeline
+        from fluxtrain.commands import inspection
 
-    if is_pipeline(chosen.model.path):
-        pairs = pairs_inspection.inspect_pairs(chosen, whole)
-        print_json(pairs) if json else say(pairs_inspection.page(pairs))
-        return
     found = inspection.inspect(chosen, whole)
     if json:
         print_json(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import traceback
@@ -9,6 +10,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+LONGEST_S = 50.0  # that a function may take
 
 
 class Ranks:
@@ -39,6 +42,8 @@ class Ranks:
         """
         for pipe in self._pipes:
             pipe.send((function, arguments))
+        waits = all(pipe.poll(LONGEST_S) for pipe in self._pipes)
+        assert waits, f"a rank waits for another in {function.__name__}: its stack is on stderr"
         answers = [pipe.recv() for pipe in self._pipes]
         failed = [text for good, text in answers if not good]
         assert not failed, failed[0]
@@ -64,9 +69,12 @@ def _serve(rank: int, count: int, store: str, pipe: Connection) -> None:
     )
     while (work := pipe.recv()) is not None:
         function, arguments = work
+        faulthandler.dump_traceback_later(0.8 * LONGEST_S)
         try:
             torch.manual_seed(0)
             pipe.send((True, function(*arguments)))
         except BaseException:  # noqa: BLE001 - told to the test
             pipe.send((False, traceback.format_exc()))
+        finally:
+            faulthandler.cancel_dump_traceback_later()
     distributed.destroy_process_group()

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fluxtrain.errors import MisusedModel
+from fluxtrain.parallel.auto import measured_link
 from fluxtrain.parallel.compress import exchange as exchanging
 from fluxtrain.parallel.compress.exchange import (
     CompressedAllGather,
@@ -182,3 +183,7 @@ def unlike_sizes() -> str:
     except MisusedModel as error:
         return str(error)
     return ""
+
+
+def measured(count: int) -> tuple[float, float]:
+    return measured_link(count, world(), torch.device("cpu"))

@@ -92,6 +92,7 @@ def dry_run(config: RunConfig) -> DryRunAnswer:
     Raises:
         FluxTrainError: as the run itself would in its first steps.
     """
+    config.refuse_sharded("dry-run")
     host_limit_bytes = read_machine().memory_available_bytes
     started_s = time.monotonic()
     with temporary_folder("dry-run", "the records of a dry run") as folder:

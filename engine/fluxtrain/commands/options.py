@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -100,6 +101,47 @@ DiskWaitMinutes = Annotated[
     typer.Option(
         "--disk-wait", metavar="MINUTES", min=0.0, help="how long a full disk is waited for"
     ),
+]
+
+CommCompress = Annotated[
+    str | None,
+    typer.Option(
+        "--comm_compress",
+        metavar="NAME",
+        help="how sharded training sends gradients: comm.compress",
+    ),
+]
+CommConfig = Annotated[
+    str | None,
+    typer.Option(
+        "--comm_config_json", metavar="JSON", help="options of that method, as a JSON object"
+    ),
+]
+ProfileSteps = Annotated[
+    int | None,
+    typer.Option("--profile", metavar="N", help="profile N steps of sharded training", min=1),
+]
+
+
+def comm_overrides(name: str | None, config: str | None, profile: int | None) -> list[str]:
+    """Return the options of communication as overrides. Raises BadInput for JSON that is none."""
+    found = [] if name is None else [f"comm.compress={name}"]
+    if config is not None:
+        from fluxtrain.config.parallel_settings import options_of
+
+        found.append(f"comm.config={json.dumps(options_of(config))}")
+    return found if profile is None else [*found, f"comm.profile_steps={profile}"]
+
+
+# -- of compare ------------------------------------------------------------------------------------
+
+Results = Annotated[
+    list[Path],
+    typer.Argument(metavar="RUN|RESULTS...", help="run folders, or their results.jsonl"),
+]
+Plots = Annotated[
+    Path | None,
+    typer.Option("--plots", metavar="FOLDER", help="also draw curves there, as SVG (matplotlib)"),
 ]
 
 # -- of export -------------------------------------------------------------------------------------
@@ -221,25 +263,6 @@ SlotRank = Annotated[int, typer.Option("--slot-rank", help="the largest rank of 
 DrawSeed = Annotated[int | None, typer.Option("--seed", help="draw the same tokens each time")]
 SystemWords = Annotated[str, typer.Option("--system", help="begin conversations with this")]
 Plain = Annotated[bool, typer.Option("--plain", help="continue text, without the chat template")]
-
-# -- of sample -------------------------------------------------------------------------------------
-
-Words = Annotated[str, typer.Option("--prompt", metavar="TEXT", help="what should change")]
-Reference = Annotated[
-    Path | None,
-    typer.Option("--reference", metavar="FILE", help="the picture to change; none: words alone"),
-]
-Picture = Annotated[
-    Path, typer.Option("--to", parser=folder_of, metavar="FILE", help="the PNG file to write")
-]
-SampleSteps = Annotated[
-    int | None, typer.Option("--steps", min=1, help="of the sampler; else image.sample_steps")
-]
-Guidance = Annotated[
-    float | None, typer.Option("--guidance", min=0, help="else image.sample_guidance")
-]
-ImageSeed = Annotated[int, typer.Option("--seed", min=0, help="of the noise it starts from")]
-Show = Annotated[bool, typer.Option("--show", help="draw it in the terminal, too")]
 JsonLines = Annotated[
     bool, typer.Option("--json", help="read and write a JSON object a line, for programs")
 ]

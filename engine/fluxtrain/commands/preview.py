@@ -24,12 +24,11 @@ from fluxtrain.events.run_folder.run_dir import runs_root
 from fluxtrain.machine.machine import read_machine
 from fluxtrain.measure.measured_constants import Constants, known_constants
 from fluxtrain.measure.probe.probe import Report, probe
-from fluxtrain.methods.image.method import planned_pairs
 from fluxtrain.methods.method import method_of, usual_rate
 from fluxtrain.methods.text_task import counted, read_as
 from fluxtrain.models.copies import Copied
 from fluxtrain.models.isolation import takes_positions
-from fluxtrain.models.model_files import is_pipeline
+from fluxtrain.models.loading import ModelSource, open_empty
 from fluxtrain.plan.facts import Capacity, ModelFacts
 from fluxtrain.plan.machine_file import PlannedMachine
 from fluxtrain.plan.placement import Placement
@@ -81,6 +80,7 @@ def preview(
         BadInput, DoesNotFit: as the run would.
     """
     refuse_several_processes()
+    config.refuse_sharded("plan")
     device = choose_device(config) if elsewhere is None else _device_of(config, elsewhere)
     machine, per_s = _measured(elsewhere, report)
     capacity = _capacity(config, elsewhere, device.value)
@@ -95,14 +95,7 @@ def preview(
             in_backward=optimizer_in_backward(config, facts),
         )  # fmt: skip
     facts = constants.applied(facts)
-    of_images = is_pipeline(config.model.path)
-    if of_images:
-        pairs = planned_pairs(config)
-        rows, read, told = pairs.rows, pairs.choices, pairs.notes
-    else:
-        rows, read = _rows_and_form(config, first, packs=takes_positions(model))
-        told = _told(config, first)
-    estimated = not of_images and _is_estimate(first)
+    rows, read = _rows_and_form(config, first, packs=takes_positions(model))
     disk = elsewhere.disk if elsewhere else disk_room(run_dir or runs_root())
     placement = decide(
         config, facts, machine, device.value,
@@ -120,7 +113,7 @@ def preview(
         config.train,
         steps_per_epoch=max(1, -(-rows // (placement.batch_rows * config.train.accumulation))),
         usual_rate=usual_rate(config),
-        estimated=estimated,
+        estimated=_is_estimate(first),
     )
     snapshot = snapshot_of(config, facts, placement, where.host_available_bytes)
     forecast = forecast_of(config, facts, placement, where, constants)
@@ -141,7 +134,8 @@ def preview(
         sequence_length=config.data.row_tokens,
         notes=(
             *schedule.told,
-            *told,
+            *(first.told(config.data.row_tokens) if first else ()),
+            *(first.few_held_out(config.data) if first else ()),
             *([_NO_CARDS] if placement.told_cards and not where.has_gpu else ()),
         ),
         fitting_share=fit.share if fit else None,
@@ -155,7 +149,7 @@ def preview(
         disk_bytes=forecast.disk_bytes,
         checkpoint_bytes=forecast.checkpoint_bytes,
         estimated_rows=rows,
-        rows_estimated=estimated,
+        rows_estimated=_is_estimate(first),
         steps=steps,
         machine=elsewhere.line if elsewhere else machine.line(),
         predicted=forecast.time(steps),
@@ -200,13 +194,6 @@ def _rows_and_form(
     return rows, (read_as(corpus),) if corpus else ()
 
 
-def _told(config: RunConfig, first: FirstSamples | None) -> tuple[str, ...]:
-    """Return notes on the first samples for a person."""
-    if first is None:
-        return ()
-    return (*first.told(config.data.row_tokens), *first.few_held_out(config.data))
-
-
 def _is_estimate(first: FirstSamples | None) -> bool:
     return first is None or not first.is_all
 
@@ -230,7 +217,7 @@ def _first_samples(
 ) -> tuple[RunConfig, FirstSamples | None, tuple[ChoiceMade, ...]]:
     """Look at the first samples, and choose the length of rows; a folder that is planned for
     another machine may lack its tokenizer."""
-    if config.data.path == DEMO or is_pipeline(config.model.path):
+    if config.data.path == DEMO:
         config, chosen = with_row_length(config)
         return config, None, chosen
     try:
@@ -315,13 +302,12 @@ def _empty_model(
         capability = card_capability(device)
     else:
         capability = elsewhere.capability if device == "cuda" else None
-    method = method_of(config)
-    empty = method.open_empty(config, capability, weightless=elsewhere is not None)
+    source = ModelSource.of(config.model, capability)
+    empty = open_empty(source, weightless=elsewhere is not None)
     model = empty.model
-    if not is_pipeline(config.model.path):
-        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        check_sequence_length(config.data.row_tokens, positions)
-    targets = method.prepare(model, config)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    check_sequence_length(config.data.row_tokens, positions)
+    targets = method_of(config).prepare(model, config)
     return model, (dtype_choice(empty.precision), *targets), empty.copied
 
 

@@ -1,9 +1,6 @@
-"""The commands that use a trained model: evaluate, generate and sample."""
+"""The commands about what was trained: `fluxtrain evaluate`, `generate` and `compare`."""
 
 from __future__ import annotations
-
-import shutil
-from pathlib import Path
 
 import typer
 
@@ -17,7 +14,7 @@ def register(app: typer.Typer, epilog: str) -> None:
     """Add the commands to the command line."""
     app.command(epilog=epilog)(evaluate)
     app.command(epilog=epilog)(generate)
-    app.command(epilog=epilog)(sample)
+    app.command(epilog=epilog)(compare)
 
 
 def evaluate(  # noqa: PLR0913, PLR0917 - typer reads the options from the signature
@@ -140,34 +137,24 @@ def generate(  # noqa: PLR0913, PLR0917 - as above
         generation.chat(request, complain)
 
 
-def sample(  # noqa: PLR0913, PLR0917 - as above
-    run: options.Named,
-    prompt: options.Words,
-    reference: options.Reference = None,
-    to: options.Picture = Path("sample.png"),
-    steps: options.SampleSteps = None,
-    guidance: options.Guidance = None,
-    seed: options.ImageSeed = 0,
-    show: options.Show = False,
-    device: options.Device = None,
+def compare(
+    results: options.Results,
+    plots: options.Plots = None,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Make an image with the model of an image run, from a picture and words."""
-    if not prompt.strip():
-        raise BadInput("--prompt is empty: say what should change")
-    with Importing():
-        from fluxtrain.results.image_sampling import SampleRequest, half_blocks
-        from fluxtrain.results.image_sampling import sample as made
+    """Show sharded runs side by side, from their results.jsonl.
 
-    request = SampleRequest(
-        run=run, prompt=prompt, reference=reference, to=to, steps=steps, guidance=guidance,
-        seed=seed, device=device,
-    )  # fmt: skip
-    found = made(request, silent if json else complain)
+    Runs that differ in their seeds alone make a row.
+    """
+    from fluxtrain.commands import compare as comparison
+
+    lines = comparison.read_lines(results)
+    rows = comparison.compared(lines)
+    if plots is not None:
+        for path in comparison.draw(lines, plots):
+            complain(f"drawn: {path}")
     if json:
-        print_json(found)
-        return
-    if show:
-        say(half_blocks(to, shutil.get_terminal_size().columns))
-    say(f"{found.path}: {found.width} x {found.height} pixels in {found.seconds:.1f} s")
+        print_json(rows)
+    else:
+        say(comparison.table(rows))

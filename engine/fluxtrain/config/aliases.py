@@ -10,8 +10,7 @@ _KEYS: dict[str, str] = {
     "model_id checkpoint_dir hf_model base_model_config model.name model.id",
     "model.revision": "model_revision revision_of_model base_model_revision",
     "model.trust_remote_code": "remote_code",
-    "model.dtype": "bf16 fp16 fp32 tf32 torch_dtype precision half mixed_precision "
-    "pure_bf16 float16 bfloat16",
+    "model.dtype": "bf16 fp16 fp32 tf32 torch_dtype precision half pure_bf16 float16 bfloat16",
     "model.kernels": "use_liger_kernel liger_kernel enable_liger_kernel liger",
     "data.path": "dataset datasets dataset_name dataset_path data_path train_file data_files "
     "train_data dataset_dir training_data",
@@ -62,7 +61,7 @@ _KEYS: dict[str, str] = {
     "train.early_stopping_patience": "early_stopping patience early_stop early_stopping_steps",
     "train.early_stopping_threshold": "min_delta early_stopping_min_delta threshold",
     "samples.prompts": "sample_prompts eval_prompts eval_table_size",
-    "samples.every": "sample_every sample_steps sample_interval",
+    "samples.every": "sample_every sample_interval",
     "samples.max_new_tokens": "eval_max_new_tokens eval_table_max_new_tokens",
     "image.size": "image_size resolution max_area bucket_size",
     "image.caption_tokens": "max_sequence_length text_encoder_max_length",
@@ -78,7 +77,7 @@ _KEYS: dict[str, str] = {
     "experiment_name experiment tracker_project_name",
     "trackers.name": "run_name wandb_name wandb_run_name wandb_run_id",
     "trackers.offline": "wandb_mode wandb_offline",
-    "placement.offload": "fsdp deepspeed cpu_offload offload_optimizer offload_param "
+    "placement.offload": "deepspeed offload_optimizer offload_param "
     "fsdp_cpu_offload device_map zero_stage low_cpu_mem_usage",
     "placement.budget_gib": "max_memory gpu_memory_limit max_memory_mb gpu_memory_limit_gib",
     "placement.host_gib": "cpu_memory_limit max_cpu_memory cpu_mem_limit host_memory_limit",
@@ -118,7 +117,7 @@ NOT_NEEDED: dict[str, str] = {  # names with no setting here, and what there is 
         "a run is resumed on the command line: --resume auto|PATH",
     ),
     **dict.fromkeys(
-        ("gradient_checkpointing", "activation_checkpointing", "use_gradient_checkpointing",
+        ("gradient_checkpointing", "use_gradient_checkpointing",
          "enable_activation_checkpointing", "enable_activation_offloading"),
         "leave it out: the plan decides which blocks keep their activations",
     ),

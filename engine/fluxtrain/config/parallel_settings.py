@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
 from fluxtrain.config.section import Section
+from fluxtrain.errors import BadInput, brief
 
 
 def _number(value: Any) -> Any:
@@ -91,10 +94,33 @@ class CommSettings(Section):
         "hybrid; docs/communication.md says what each sends and loses",
     )
     config: dict[str, Any] = Field(
-        default_factory=dict,
+        default={},
         description="options of the method, such as {block: 128}; error_feedback: true adds what a "
         "step loses to the next one's gradient",
     )
     gather: Literal["none", "int8", "fp8"] = Field(
         default="none", description="weights are gathered in 8 bits, which every rank computes with"
     )
+    profile_steps: int = Field(
+        default=0,
+        ge=0,
+        le=1000,
+        description="so many steps are profiled, as with --profile: traces for TensorBoard and "
+        "Perfetto in the run folder, and a table of what communication took",
+    )
+
+
+def options_of(options: Mapping[str, Any] | str | None) -> dict[str, Any]:
+    """Return options of a method, which may be JSON. Raises BadInput for what is no object."""
+    if isinstance(options, str) and options:
+        try:
+            options = json.loads(options)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise BadInput(
+                f"comm.config is no JSON ({error} in {brief(str(options), 60)}): write an object, "
+                "as in '{\"block\": 128}'"
+            ) from None
+    if options and not isinstance(options, Mapping):
+        shown = brief(json.dumps(options), 60)
+        raise BadInput(f"comm.config is {shown}: write an object, as in '{{\"block\": 128}}'")
+    return dict(options or {})

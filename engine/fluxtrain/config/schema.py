@@ -16,6 +16,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from fluxtrain.config.data_settings import DataSettings
 from fluxtrain.config.errors import explain
 from fluxtrain.config.image_settings import ImageSettings
+from fluxtrain.config.parallel_settings import CommSettings, FsdpSettings
 from fluxtrain.config.section import SampleSettings, Section, Several, TrackerSettings
 from fluxtrain.config.text import apply_overrides, parse_yaml, read_text
 from fluxtrain.errors import BadInput
@@ -242,6 +243,39 @@ class RunConfig(Section):
     trackers: TrackerSettings = Field(default_factory=TrackerSettings)
     placement: PlacementRequest = Field(default_factory=PlacementRequest)
     parallel: ParallelRequest = Field(default_factory=ParallelRequest)
+    fsdp: FsdpSettings = Field(default_factory=FsdpSettings)
+    comm: CommSettings = Field(default_factory=CommSettings)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fsdp_of_a_trainer(cls, raw: Any) -> Any:
+        """Read `trainer.fsdp` as `fsdp`."""
+        trainer = raw.get("trainer") if isinstance(raw, dict) else None
+        if not isinstance(trainer, dict) or set(trainer) != {"fsdp"} or "fsdp" in raw:
+            return raw
+        return {**{key: raw[key] for key in raw if key != "trainer"}, "fsdp": trainer["fsdp"]}
+
+    @property
+    def is_sharded(self) -> bool:
+        """Return whether FSDP2 shards the model over processes."""
+        return self.fsdp.enabled or self.parallel.mode == "fsdp"
+
+    def refuse_sharded(self, command: str) -> None:
+        """Raise BadInput in a command that knows other runs alone."""
+        if self.is_sharded:
+            raise BadInput(
+                f"`fluxtrain {command}` knows parallel.mode=layers alone: leave parallel.mode and "
+                "fsdp.enabled out, or start `fluxtrain train`, which tells its plan first"
+            )
+
+    @model_validator(mode="after")
+    def _compression_only_between_shards(self) -> RunConfig:
+        if not self.is_sharded and (self.comm.compress != "none" or self.comm.gather != "none"):
+            raise ValueError(
+                f"comm.compress = {self.comm.compress} and comm.gather = {self.comm.gather} are of "
+                "sharded models: set parallel.mode=fsdp, or leave them out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _warmup_within_the_run(self) -> RunConfig:

@@ -11,17 +11,19 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fluxtrain.core.device.device import Device
-from fluxtrain.core.device.spill import Spill
 from fluxtrain.core.optimizer.state_shards import Held
 from fluxtrain.core.ranks.exchange import Exchange
 from fluxtrain.core.runtime.counters import Traffic
 from fluxtrain.core.updates.loss_scale import LossScale
 from fluxtrain.core.updates.norm import GradNorm
+from fluxtrain.errors import MisusedModel
 from fluxtrain.events.events import MemorySampled, Move, ResidencySampled
 from fluxtrain.plan.placement import Placement
+
+ENGINE = "_fluxtrain_engine"  # among the attributes of a model
 
 
 class TrainingEngine(Protocol):
@@ -31,15 +33,12 @@ class TrainingEngine(Protocol):
     retries_blocks: bool  # that run out of device memory, with fewer rows at once
     loss_scale: LossScale | None  # of fp16
     plan: Placement  # where everything is, and why
+    in_lockstep: bool  # every rank must compute as often as the others
     exchange: Exchange  # with the other processes of the run
 
     @property
     def device(self) -> Device:
         """Return the device of inputs and loss."""
-
-    @property
-    def spill(self) -> Spill:
-        """Return the scratch file of optimizer states on disk."""
 
     @property
     def card_count(self) -> int:
@@ -124,3 +123,13 @@ class TrainingEngine(Protocol):
 
     def load_state_shard(self, name: str, tensors: dict[str, Tensor]) -> None:
         """Restore one shard exactly. Raises BadInput when it belongs to another model."""
+
+
+def training_engine_of(model: nn.Module) -> TrainingEngine:
+    """Return the engine that holds a model. Raises MisusedModel where none does."""
+    engine: TrainingEngine | None = model.__dict__.get(ENGINE)
+    if engine is None:
+        raise MisusedModel(
+            f"{type(model).__name__} is not wrapped: call fluxtrain.wrap(model) first"
+        )
+    return engine

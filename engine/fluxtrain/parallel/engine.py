@@ -11,17 +11,17 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fluxtrain.core.adamw.reference import decode, encode
 from fluxtrain.core.device.device import Device
-from fluxtrain.core.device.spill import Spill
 from fluxtrain.core.optimizer.state_shards import Held
+from fluxtrain.core.ranks.exchange import Exchange as NotExchanged
 from fluxtrain.core.runtime.counters import CardCounts, Traffic, held_by_torch
 from fluxtrain.core.updates.loss_scale import LossScale
 from fluxtrain.core.updates.norm import GradNorm
@@ -55,6 +55,7 @@ class ShardedEngine:
     """One rank's part of a sharded model; see `TrainingEngine` for the methods."""
 
     retries_blocks = False
+    in_lockstep = True
     loss_scale: LossScale | None = None
     partly_updated = False
     held_s = 0.0
@@ -69,17 +70,19 @@ class ShardedEngine:
         device: Device,
         plan: Placement,
         shards: distributed.ProcessGroup,
-        exchanges: Sequence[Exchange] = (),
     ) -> None:
         """`shards` are the ranks that hold one copy of the model together."""
         self.model, self.parts, self.loose = model, parts, loose
+        self._shards_here = list(model.parameters())  # a pass puts whole ones in their places
         self.device, self.plan, self.chunk_rows = device, plan, 0
         self.cards = [Card(device, CardCounts(device.torch_device))]
-        self.exchanges = exchanges
+        self.exchanges: list[Exchange] = []  # of compressed gradients
+        self.units: dict[str, nn.Module] = {}  # gathered at once; "" is the model itself
+        self.mesh: Any = None
         self.offloads = False  # shards are in host memory, and a GPU computes
-        self.spill = Spill(Path())  # nothing of it lives on disk
         self.norm: GradNorm | None = None
         self.optimizer: torch.optim.Optimizer | None = None
+        self.exchange = NotExchanged()  # of the engine that streams: here torch exchanges
         self._shards = shards
 
     @property
@@ -123,7 +126,7 @@ class ShardedEngine:
 
     def forget_gradients(self) -> None:
         """Drop all gradients."""
-        for parameter in self.model.parameters():
+        for parameter in self._shards_here:
             parameter.grad = None
 
     free_gradients = forget_gradients
@@ -146,7 +149,7 @@ class ShardedEngine:
     @property
     def parameter_counts(self) -> tuple[int, int]:
         """Return how many parameters there are, and how many of them are trained."""
-        every = list(self.model.parameters())
+        every = self._shards_here
         return sum(p.numel() for p in every), sum(p.numel() for p in every if p.requires_grad)
 
     def residency(self) -> ResidencySampled:
@@ -186,7 +189,7 @@ class ShardedEngine:
             ("weights", "frozen", "packed", "unpacked", "gradients", "optimizer", "activations",
              "workspace", "cache"), 0,
         )  # fmt: skip
-        for parameter in self.model.parameters():
+        for parameter in self._shards_here:
             kind = "weights" if parameter.requires_grad else "frozen"
             by["packed" if parameter.dtype == torch.uint8 else kind] += _local(parameter).nbytes
             if parameter.grad is not None:
@@ -202,6 +205,10 @@ class ShardedEngine:
     def take_moves(self, limit: int) -> tuple[list[Move], int]:
         """Return no moves."""
         return [], 0
+
+    def lacks_bytes(self) -> tuple[int, ...]:
+        """Return no lack: nothing can be given up while a sharded model trains."""
+        return ()
 
     def take_stalls(self) -> dict[str, float]:
         """Return no stalls: waits for other ranks are inside of torch's collectives."""
@@ -275,7 +282,7 @@ class ShardedEngine:
         return None
 
     def _trained(self) -> Iterable[nn.Parameter]:
-        return (p for p in self.model.parameters() if p.requires_grad)
+        return (p for p in self._shards_here if p.requires_grad)
 
     def _states(self) -> dict[Any, dict[str, Tensor]]:
         return {} if self.optimizer is None else dict(self.optimizer.state)
@@ -377,3 +384,28 @@ def _square_of(part: Part, device: torch.device) -> Tensor:
         return torch.zeros((), device=device)
     norms = torch.stack([norm.float() for norm in torch._foreach_norm(grads)])
     return norms.square().sum().to(device)
+
+
+def gathered_on_first(engine: ShardedEngine) -> None:
+    """Put the whole weights in place of the shards of rank 0, one after the other, in the dtypes of
+    the loaded model; the others drop theirs. A collective; the model is not computed with again."""
+    model, is_first = engine.model, distributed.get_rank() == 0
+    engine.forget_gradients()
+    engine.optimizer = None
+    for unit in engine.units.values():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
+    dtypes = {
+        f"{part.name}.{name}": dtype for part in engine.parts for name, dtype in part.dtypes.items()
+    }
+    made: dict[int, nn.Parameter] = {}  # tied ones once
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in made:
+                whole = _whole(parameter)
+                if whole.dtype != torch.uint8:
+                    whole = whole.to(dtypes.get(f"{path}.{name}", whole.dtype))
+                kept = whole if is_first else whole.new_empty(0)
+                made[id(parameter)] = nn.Parameter(kept, parameter.requires_grad)
+                made[id(made[id(parameter)])] = made[id(parameter)]
+            module._parameters[name] = made[id(parameter)]

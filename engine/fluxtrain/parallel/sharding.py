@@ -54,7 +54,8 @@ def shard(
     `frozen`: how large frozen weights of blocks are stored. Raises UnsupportedModel for a model
     without blocks or with what FSDP2 cannot shard, BadInput for a method that is none.
     """
-    method = method_named(comm.compress, comm.config)
+    named = "none" if comm.compress == "auto" else comm.compress  # decided once it is measured
+    method = method_named(named, comm.config if named == comm.compress else None)
     taken = take_apart(model)
     parts = parts_of(taken)
     refuse_unshardable(model)
@@ -74,7 +75,6 @@ def shard(
     _shard_units(units, mesh[SHARDS] if hooked else mesh, settings, compute, method)
     if settings.cpu_offload:  # else FSDP2 moves them
         _move_buffers(model, device)
-    exchanges = _compress(units, mesh, method, comm, device, seed)
     _prefetch(units, settings)
     opened = open_device(device)
     group = mesh.get_group(SHARDS)
@@ -82,7 +82,12 @@ def shard(
     for part in parts:  # sharding has put others in their places
         module = model.get_submodule(part.name)
         part.parameters.update((name, module.get_parameter(name)) for name in part.dtypes)
-    engine = ShardedEngine(model, parts, loose, opened, plan, group, exchanges)
+    engine = ShardedEngine(model, parts, loose, opened, plan, group)
+    engine.units, engine.mesh = units, mesh
+    if method.bytes_of_torch is None:
+        compress(engine, method, seed)
+    if comm.gather != "none" and group.size() > 1:
+        _compress_gathers(engine, method_named(comm.gather))
     engine.offloads = settings.cpu_offload and device.type != "cpu"
     return engine
 
@@ -230,30 +235,24 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
             module._buffers[name] = buffer.to(device)
 
 
-def _compress(
-    units: dict[str, nn.Module],
-    mesh: DeviceMesh,
-    method: Method,
-    comm: CommSettings,
-    device: torch.device,
-    seed: int,
-) -> list[Exchange]:
-    """Put our exchanges where FSDP2 would reduce and gather."""
-    exchanges = []
-    if method.bytes_of_torch is None:
-        group = mesh.get_group(REPLICAS if mesh.ndim == 2 else SHARDS)
-        exchanges.append(exchange := Exchange(method, group, device, seed))
-        for name, unit in zip(units, _sharded(units), strict=True):
-            if mesh.ndim == 2:
-                unit.set_all_reduce_hook(all_reduce_hook(exchange, name or "model"))
-            else:
-                unit.set_custom_reduce_scatter(CompressedReduceScatter(exchange, name or "model"))
-    if comm.gather != "none" and mesh.get_group(SHARDS).size() > 1:
-        gathers = Exchange(method_named(comm.gather), mesh.get_group(SHARDS), device, seed)
-        exchanges.append(gathers)
-        for unit in _sharded(units):
-            unit.set_custom_all_gather(CompressedAllGather(gathers))
-    return exchanges
+def compress(engine: ShardedEngine, method: Method, seed: int = 0) -> None:
+    """Put an exchange of ours where FSDP2 would reduce; between replicas it is made for that."""
+    mesh, units = engine.mesh, engine.units
+    between = mesh.ndim == 2
+    group = mesh.get_group(REPLICAS if between else SHARDS)
+    exchange = Exchange(method, group, engine.device.torch_device, seed)
+    engine.exchanges.append(exchange)
+    for name, unit in zip(units, _sharded(units), strict=True):
+        if between:
+            unit.set_all_reduce_hook(all_reduce_hook(exchange, name or "model"))
+        else:
+            unit.set_custom_reduce_scatter(CompressedReduceScatter(exchange, name or "model"))
+
+
+def _compress_gathers(engine: ShardedEngine, method: Method) -> None:
+    gathers = Exchange(method, engine.mesh.get_group(SHARDS), engine.device.torch_device)
+    for unit in _sharded(engine.units):
+        unit.set_custom_all_gather(CompressedAllGather(gathers))
 
 
 def _prefetch(units: dict[str, nn.Module], settings: FsdpSettings) -> None:

@@ -247,6 +247,11 @@ class ParallelRequest:
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - read by pydantic, as of its models
 
+    mode: Literal["auto", "layers", "fsdp"] = _knob(
+        "layers: one process, whose blocks stream, on all cards; fsdp: a process a card, and the "
+        "model sharded over them by torch's FSDP2, for models that fit on all cards together "
+        "without streaming (start them with torchrun, or set processes); auto is layers"
+    )
     cards: Cards = _knob(
         "cards that compute: a number of them, or a list such as [0, 2], by the numbers that torch "
         "gives them (CUDA_VISIBLE_DEVICES counts); the first of a list has embedding and head; "

@@ -57,9 +57,11 @@ def evaluate(
     batches: Iterable[B],
     stop: Callable[[], bool] = lambda: False,
     ranks: Ranks = ALONE,
+    *,
+    in_lockstep: bool = False,
 ) -> Evaluation | None:
     """Evaluate `model` as it is now; pending updates must be flushed before. Each of several
-    `ranks` takes every so many-th batch.
+    `ranks` takes every so many-th batch; `in_lockstep` all compute equally often.
 
     Restores the model's training mode and the random state. Returns None when there is nothing to
     evaluate, or when `stop` returned True between two batches.
@@ -71,6 +73,7 @@ def evaluate(
     model.eval()
     try:
         with torch.no_grad(), randomness_of(SEED):
+            number, batch = -1, None
             for number, batch in enumerate(batches):
                 if stop():
                     return None
@@ -80,6 +83,8 @@ def evaluate(
                 for name, mean in objective.metrics(model, batch).items():
                     totals[name] = totals.get(name, 0.0) + mean * units
                 count += units
+            if in_lockstep and batch is not None and ranks.rank > number % ranks.world:
+                objective.metrics(model, batch)  # beside the ranks that had one more
     finally:
         model.train(was_training)
     if ranks.world > 1:

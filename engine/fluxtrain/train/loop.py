@@ -13,11 +13,10 @@ from torch import nn
 
 from fluxtrain.config.cadence import Cadence
 from fluxtrain.core.ranks.join import ALONE, Ranks
-from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.errors import Diverged, DoesNotFit, FluxTrainError, Interrupted
 from fluxtrain.events.emitter import Announcer
 from fluxtrain.events.events import RunPhase, StepFinished
-from fluxtrain.methods.engine import TrainingEngine
+from fluxtrain.methods.engine import TrainingEngine, training_engine_of
 from fluxtrain.methods.objective import B, BoundTask, Sampler
 from fluxtrain.methods.optimizer import Optimizer, set_learning_rate
 from fluxtrain.train.checkpoint.randomness import random_state, restore_random_state
@@ -26,7 +25,6 @@ from fluxtrain.train.checkpoint.writer import CheckpointWriter
 from fluxtrain.train.evaluate import EarlyStopping, Evaluation, evaluate, evaluation_event
 from fluxtrain.train.live.changes import LiveChanges
 from fluxtrain.train.live.out_of_memory import gpu_of, out_of_memory
-from fluxtrain.train.observe.disk_wait import DiskPace
 from fluxtrain.train.observe.step_clock import RecentSteps, StepClock
 from fluxtrain.train.requests import Requests
 from fluxtrain.train.step_outcome import Computed, QueuedStep, Refusals
@@ -44,7 +42,6 @@ class LoopSettings:
     keeps_best: bool = False  # a checkpoint follows each evaluation that is the best so far
     samples: Sampler | None = None
     seed: int = 0  # of what ranks but the first draw
-    disk_rates: tuple[float | None, float | None] = (None, None)  # read and written a second
 
 
 class TrainingLoop(Generic[B]):
@@ -66,7 +63,7 @@ class TrainingLoop(Generic[B]):
     ) -> None:
         self._model = model
         self._ranks = ranks
-        self._engine: TrainingEngine = engine_of(model)
+        self._engine: TrainingEngine = training_engine_of(model)
         self._engine.retries_blocks = False  # steps are redone, which keeps the order of sums
         self._device = self._engine.device.torch_device
         self._recorder = self._engine.device.recorder
@@ -89,7 +86,6 @@ class TrainingLoop(Generic[B]):
             settings.total_steps,
         )
         self._progress = RecentSteps()
-        self._pace = DiskPace(self._engine.spill, *settings.disk_rates, announcer.warn)
         self._queued: QueuedStep | None = None  # its numbers are read once the next step is queued
         self._clock_before: StepClock | None = None  # of the step before the queued one
         self.state = state
@@ -168,8 +164,9 @@ class TrainingLoop(Generic[B]):
             started_s = time.perf_counter()
             try:
                 return evaluate(
-                    self._objective, self._model, self._held_out(), self._stopping, self._ranks
-                )
+                    self._objective, self._model, self._held_out(), self._stopping, self._ranks,
+                    in_lockstep=self._engine.in_lockstep,
+                )  # fmt: skip
             except torch.OutOfMemoryError as error:
                 self._make_room(error, time.perf_counter() - started_s, "the evaluation")
 
@@ -298,7 +295,6 @@ class TrainingLoop(Generic[B]):
         )
         self._announcer.emit(finished)
         self._changes.step_took(finished)
-        self._pace.step_done(self._settings.total_steps - self.state.step, eta_s)
 
     def _between_steps(self) -> None:
         self._checkpoints.poll(self._step_number)

@@ -22,6 +22,7 @@ from fluxtrain.files.temporary import temporary_folder
 from fluxtrain.train.checkpoint.recovery import Target, truly_told
 from fluxtrain.train.checkpoint.writer import CheckpointWriter
 from fluxtrain.train.run import Run, train
+from fluxtrain.train.sharded_run import FollowingRun, ShardedRun
 
 if TYPE_CHECKING:
     from fluxtrain.methods.engine import TrainingEngine
@@ -53,7 +54,10 @@ def train_as_rank(
             opened.enter_context(truly_told(target))
             nowhere = opened.enter_context(open(os.devnull, "w", encoding="utf-8"))
             opened.enter_context(contextlib.redirect_stdout(nowhere))
-            how |= {"live_fd": None, "opened": lambda _: None, "kind": ComputingRun}
+            kind = FollowingRun if config.is_sharded else ComputingRun
+            how |= {"live_fd": None, "opened": lambda _: None, "kind": kind}
+        elif config.is_sharded:
+            how["kind"] = ShardedRun
         opened.enter_context(_ending_with_others(ranks))
         try:
             train(config, target, ranks=ranks, **how)

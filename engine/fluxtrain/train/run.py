@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import torch
+from torch import nn
 
 import fluxtrain
 from fluxtrain.config.cadence import Cadence
@@ -37,6 +38,7 @@ from fluxtrain.train.checkpoint.checkpoint import Checkpoint, read_checkpoint, r
 from fluxtrain.train.checkpoint.newest import (
     batch_rows_of,
     fingerprint,
+    model_digest,
     newest_resumable,
     with_cure,
 )
@@ -164,15 +166,8 @@ class Run:
         )
         for line in self.schedule.told:
             session.announcer.warn(line)
-        self.model, self.engine = wrapped(
-            config,
-            inputs.loaded,
-            device.value,
-            self._plan.placement,
-            self._plan.facts,
-            session.announcer.warn,
-            ranks,
-        )
+        self._digest = model_digest(inputs.loaded.model)
+        self.model, self.engine = self._placed(device.value)
         self._snapshot = self._plan.snapshot(keeps=self.keeps_checkpoints)
         self._choices = (
             device,
@@ -185,7 +180,7 @@ class Run:
             *self.schedule.choices,
             self._snapshot.choice(config.train.checkpoint_every),
         )
-        optimizer = make_optimizer(config.train, self.model, self.schedule.learning_rate)
+        optimizer = self._optimizer()
         self.checkpoints = self.make_checkpoint_writer(optimizer)
         self.checkpoints.follow(session.holding, self.engine.shard_bytes())
         session.holding.look()
@@ -198,6 +193,16 @@ class Run:
         final_model.tell_of_other_data(session.state, held_out, session.announcer.warn)
         self._changes = self._live_changes()
         self.loop = self._training_loop(optimizer)
+
+    def _placed(self, device: str) -> tuple[nn.Module, Any]:
+        """Put the model where the plan says; return it with its engine."""
+        say, ranks, plan = self._session.announcer.warn, self._session.ranks, self._plan
+        return wrapped(
+            self._config, self._inputs.loaded, device, plan.placement, plan.facts, say, ranks
+        )
+
+    def _optimizer(self) -> Optimizer:
+        return make_optimizer(self._config.train, self.model, self.schedule.learning_rate)
 
     def _planned_for(self, machine: Machine, device: str, rows: int | None) -> RunPlan:
         """Plan the run for a device with `rows` a micro-batch; None: the plan chooses."""
@@ -261,7 +266,7 @@ class Run:
             cadence,
             config.train.checkpoints_kept,
             session.announcer,
-            fingerprint(config, self.model, self.batch_rows, rate, self._inputs.loaded.base_key),
+            fingerprint(config, self._digest, self.batch_rows, rate, self._inputs.loaded.base_key),
             optimizer,
             needs_best=config.train.final_model == "best",
             disk=session.disk,
@@ -303,15 +308,13 @@ class Run:
             self._tell_of_bad_reads()
 
     def _tell_of_bad_reads(self) -> None:
-        """Name what lives on disk and was read wrong, and right the second time."""
+        """Name the files of weights on disk that were read wrong, and right the second time."""
         files = [file for group in self.engine.groups for _, file in group.memory.files]
         bad = {str(file.path): len(file.mended) for file in files if file.mended}
-        if self.engine.spill.mended:
-            bad[f"optimizer states in {self.engine.spill.folder}"] = self.engine.spill.mended
         if bad:
             named = ", ".join(f"{path} ({count} times)" for path, count in bad.items())
             self._session.announcer.warn(
-                f"what lives on disk was read wrong, and right when it was read again: "
+                f"weights were read wrong from the disk, and right when they were read again: "
                 f"{named}. No step used wrong ones; have the disk and the memory checked"
             )
 
@@ -396,7 +399,6 @@ class Run:
 
     def _loop_settings(self) -> LoopSettings:
         schedule, name = self.schedule, self._config.train.schedule
-        per_s = self._plan.constants.per_s
 
         def rate(step: int) -> float:
             warmup, total = schedule.warmup_steps, schedule.total_steps
@@ -417,7 +419,6 @@ class Run:
             keeps_best=self._config.train.final_model == "best",
             samples=self._samples(),
             seed=self._config.train.seed,
-            disk_rates=(per_s.get("disk_read"), per_s.get("disk_write")),
         )
 
     def _samples(self) -> Sampler | None:

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from fluxtrain.core.updates.loss_scale import LEAST
 from fluxtrain.core.updates.norm import GradNorm
-from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.errors import Diverged
 from fluxtrain.events.emitter import Announcer
-from fluxtrain.methods.engine import TrainingEngine
+from fluxtrain.methods.engine import TrainingEngine, training_engine_of
 from fluxtrain.methods.objective import B, Objective
 from fluxtrain.train.checkpoint.randomness import random_state, restore_random_state
 from fluxtrain.train.checkpoint.run_state import RunState
@@ -87,7 +86,7 @@ class Refusals(Generic[B]):
         total_steps: int,
     ) -> None:
         self._model, self._objective = model, objective
-        self._engine: TrainingEngine = engine_of(model)
+        self._engine: TrainingEngine = training_engine_of(model)
         self._announcer, self._state = announcer, state
         self._last_checkpoint = last_checkpoint
         self._most = min(MOST_IN_A_ROW, total_steps)  # a run of skipped steps alone has no end

@@ -35,6 +35,7 @@ from fluxtrain.events.events import MemorySampled, Move, ResidencySampled
 class Engine(Context):
     """Streams one model's blocks; see `fluxtrain.wrap`."""
 
+    in_lockstep = False  # ranks may compute more often than others
     adapters: tuple[str, ...] = ()  # names of peft's in the model that was wrapped
     again: Callable[[nn.Module], None]  # wraps the model once more, with what was put into it
 

@@ -59,6 +59,10 @@ class Compressor:
         """Return how many of the bytes say where values belong."""
         return 0
 
+    def sent_values(self, count: int, agreed: float = 0.0) -> int:
+        """Return how many of `count` values are sent, in whatever form."""
+        return count
+
     def refuses_feedback(self) -> str:
         """Say why error feedback would diverge or be useless, with the cure; "": it does not."""
         return ""

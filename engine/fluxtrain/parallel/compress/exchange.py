@@ -41,8 +41,18 @@ class Counts:
     index_bytes: int = 0
     exchanges: int = 0
     extra_collectives: int = 0
+    values: int = 0  # that were encoded, and of them those sent
+    sent_values: int = 0
     encode_s: float = 0.0  # on a GPU read with `seconds`
     decode_s: float = 0.0
+    agree_s: float = 0.0  # in extra collectives, while the host waits
+    relative_error: float | None = None  # of the last exchange for which it was asked
+    cosine: float | None = None  # of what was decoded there and what was sent
+
+    @property
+    def density(self) -> float | None:
+        """Return the share of values that is sent; None: nothing was."""
+        return self.sent_values / self.values if self.values else None
 
 
 class Exchange:
@@ -63,6 +73,7 @@ class Exchange:
         self._feedback, self._group, self._ranks = method.feedback, group, group.size()
         self.counts = Counts()
         self.residuals: dict[str, Tensor] = {}  # of error feedback, fp32
+        self.measures_error = False  # of the next exchange
         self.draws = torch.Generator(device).manual_seed(seed * 1_000_003 + distributed.get_rank())
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
@@ -144,17 +155,32 @@ class Exchange:
                 lost = rows - self._compressor.decode(wire, rows.shape[1], agreed)
                 before = torch.zeros_like(lost) if residual is None else residual
                 self.residuals[key] = torch.where(finite, lost, before)
+            if self.measures_error:
+                self._measure_error(rows, wire, agreed)
             return torch.cat([finite.to(torch.uint8), wire], 1), agreed
+
+    def _measure_error(self, rows: Tensor, wire: Tensor, agreed: float) -> None:
+        """Note how far what is decoded of `rows` is from them."""
+        self.measures_error = False
+        back = self._compressor.decode(wire, rows.shape[1], agreed)
+        size = float(rows.norm())
+        if size:
+            self.counts.relative_error = float((back - rows).norm()) / size
+            cosine = torch.nn.functional.cosine_similarity(back.flatten(), rows.flatten(), dim=0)
+            self.counts.cosine = float(cosine)
 
     def _agreed(self, proposal: Tensor | None) -> float:
         """Return the largest proposal of all ranks; on a GPU the host waits for it."""
         if proposal is None:
             return 0.0
+        started_s = time.perf_counter()
         largest = proposal.detach().float().reshape(1)
         distributed.all_reduce(largest, distributed.ReduceOp.MAX, group=self._group)
         self.counts.extra_collectives += 1
         self.counts.wire_bytes += largest.nbytes
-        return float(largest)
+        agreed = float(largest)
+        self.counts.agree_s += time.perf_counter() - started_s
+        return agreed
 
     def _decoded_sum(self, received: Tensor, count: int, agreed: float) -> Tensor:
         with self._timed("decode_s", received.device):
@@ -169,6 +195,8 @@ class Exchange:
         counts.exchanges += 1
         counts.raw_bytes += raw * RAW_BYTES
         counts.wire_bytes += rows * (flag + self._compressor.wire_bytes(count, agreed))
+        counts.values += rows * count
+        counts.sent_values += rows * self._compressor.sent_values(count, agreed)
         counts.index_bytes += rows * self._compressor.index_bytes(count, agreed)
 
     @contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from fluxtrain.config.parallel_settings import options_of
 from fluxtrain.errors import BadInput, brief
 from fluxtrain.parallel.compress.compressor import Compressor
 from fluxtrain.parallel.compress.low_rank import GradiVeq, PowerSgd
@@ -56,7 +57,7 @@ def method_named(name: str, options: Mapping[str, Any] | str | None = None) -> M
 
     Raises BadInput for an unknown name or option, broken JSON, and what would diverge.
     """
-    chosen = _read(options)
+    chosen = options_of(options)
     feedback = chosen.pop(FEEDBACK, False)
     if not isinstance(feedback, bool):
         raise BadInput(f"comm.config: {FEEDBACK} is {feedback!r}: use true or false")
@@ -64,25 +65,6 @@ def method_named(name: str, options: Mapping[str, Any] | str | None = None) -> M
     if feedback and (why := compressor.refuses_feedback()):
         raise BadInput(f"comm.compress={name} with {FEEDBACK}: {why}")
     return Method(compressor=compressor, feedback=feedback)
-
-
-def _read(options: Mapping[str, Any] | str | None) -> dict[str, Any]:
-    if options is None or options == "":
-        return {}
-    if isinstance(options, str):
-        try:
-            options = json.loads(options)
-        except json.JSONDecodeError as error:
-            raise BadInput(
-                f"comm.config is no JSON ({error.msg} at character {error.pos + 1} of "
-                f"{brief(str(options), 60)}): write an object, as in '{{\"block\": 128}}'"
-            ) from None
-    if not isinstance(options, Mapping):
-        raise BadInput(
-            f"comm.config is {brief(json.dumps(options), 60)}: write an object, as in "
-            "'{\"block\": 128}'"
-        )
-    return dict(options)
 
 
 def _kind(name: str, of: Mapping[str, type[Compressor]] = COMPRESSORS) -> type[Compressor]:
@@ -129,7 +111,9 @@ def _hybrid(options: dict[str, Any]) -> Compressor:
             )
     chosen = {**known, **options}
     sparse, quant = str(chosen["sparse"]), str(chosen["quant"])
-    outer = _made(_kind(sparse, {k.name: k for k in _SPARSE}), _read(chosen["sparse_config"]))
-    inner = _made(_kind(quant, {k.name: k for k in _QUANTISERS}), _read(chosen["quant_config"]))
+    outer = _made(_kind(sparse, {k.name: k for k in _SPARSE}), options_of(chosen["sparse_config"]))
+    inner = _made(
+        _kind(quant, {k.name: k for k in _QUANTISERS}), options_of(chosen["quant_config"])
+    )
     assert isinstance(outer, Sparse)
     return outer.with_values(inner)

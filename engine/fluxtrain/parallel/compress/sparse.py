@@ -70,6 +70,10 @@ class Sparse(Compressor):
         into = torch.zeros(wire.shape[0], count, device=wire.device)
         return into.scatter_(1, places, self.values.decode(values, kept))
 
+    def sent_values(self, count: int, agreed: float = 0.0) -> int:
+        """Count the chosen ones."""
+        return self.kept(count, agreed)
+
     def index_bytes(self, count: int, agreed: float = 0.0) -> int:
         """Count four bytes a place."""
         return self.kept(count, agreed) * INT32_BYTES

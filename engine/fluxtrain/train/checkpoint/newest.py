@@ -154,9 +154,10 @@ def chunk_rows_of(content: dict[str, Any], asked: int | None, warn: Callable[[st
 
 
 def fingerprint(
-    config: RunConfig, model: nn.Module, batch_rows: int, learning_rate: float, base: str = ""
+    config: RunConfig, model: str, batch_rows: int, learning_rate: float, base: str = ""
 ) -> dict[str, Any]:
-    """Return the settings that must be equal to resume exactly; compared key by key.
+    """Return the settings that must be equal to resume exactly; compared key by key. `model` is the
+    `model_digest` of the loaded one.
 
     `learning_rate` is the chosen one where the configuration leaves it to the trainer. `base`: the
     key of the model's weight files. It counts where checkpoints hold no frozen weights.
@@ -167,7 +168,7 @@ def fingerprint(
         "betas", "eps", "states", "optimizer", "max_grad_norm", "seed",
     )  # fmt: skip
     return {
-        "model": _model_digest(model),
+        "model": model,
         **_method(config, base),
         "data.sequence_length": config.data.row_tokens,
         "data.held_out": config.data.held_out,
@@ -197,7 +198,8 @@ def _method(config: RunConfig, base: str) -> dict[str, Any]:
     return {"method": chosen["name"], "model.weights": base, **settings}
 
 
-def _model_digest(model: nn.Module) -> str:
+def model_digest(model: nn.Module) -> str:
+    """Hash names, shapes and dtypes of all parameters, as they were loaded."""
     digest = hashlib.sha256()
     count = 0
     for name, parameter in model.named_parameters():

@@ -1,0 +1,297 @@
+"""Runs with `parallel.mode: fsdp`: a model sharded over ranks, of which rank 0 keeps records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from fluxtrain.config.schema import RunConfig
+from fluxtrain.errors import BadInput
+from fluxtrain.events.events import ChoiceMade, Hello, StepFinished
+from fluxtrain.measure.measured_constants import Constants
+from fluxtrain.methods.engine import ENGINE
+from fluxtrain.methods.method import method_of
+from fluxtrain.methods.optimizer import Optimizer, parameter_groups
+from fluxtrain.parallel.auto import choose, measured_link
+from fluxtrain.parallel.compress.registry import method_named
+from fluxtrain.parallel.engine import ShardedAdamW, ShardedEngine, gathered_on_first
+from fluxtrain.parallel.memory import predicted
+from fluxtrain.parallel.profile import StepProfiler, profiled
+from fluxtrain.parallel.results import append, record
+from fluxtrain.parallel.sharding import compress, shard
+from fluxtrain.plan.facts import Capacity, ModelFacts
+from fluxtrain.plan.placement import Placement
+from fluxtrain.plan.request import PlacementRequest
+from fluxtrain.train import final_model
+from fluxtrain.train.checkpoint.checkpoint import Checkpoint
+from fluxtrain.train.checkpoint.writer import CheckpointWriter
+from fluxtrain.train.placing.placing import decide, model_facts_for
+from fluxtrain.train.run import Run
+from fluxtrain.train.run_plan import RunPlan
+
+if TYPE_CHECKING:
+    from fluxtrain.core.ranks.join import Ranks
+    from fluxtrain.events.answers.machine import Machine
+    from fluxtrain.methods.engine import TrainingEngine
+    from fluxtrain.methods.objective import Cursor
+    from fluxtrain.train.checkpoint.run_state import RunState
+    from fluxtrain.train.inputs import Inputs
+    from fluxtrain.train.live.changes import LiveChanges
+    from fluxtrain.train.session import Session
+
+
+class ShardedWriter(CheckpointWriter):
+    """Writes checkpoints on rank 0, of shards that all ranks gather together."""
+
+    ranks: Ranks
+
+    def write(self, state: RunState, engine: TrainingEngine, data: Cursor) -> Checkpoint | None:
+        """Save the run, while the other ranks are in `FollowingWriter.write`."""
+        try:
+            return super().write(state, engine, data)
+        finally:
+            self.ranks.of_first(False)
+
+    def _shards(self, engine: TrainingEngine) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        self.ranks.of_first(True)
+        shards = engine.state_shards()
+        try:
+            yield from shards
+        finally:
+            for _ in shards:  # after a full disk: the others gather them all
+                pass
+
+
+class FollowingWriter(CheckpointWriter):
+    """Takes part in the checkpoints of rank 0, and restores them."""
+
+    ranks: Ranks
+
+    def is_due(self, step: int) -> bool:
+        """Leave it to rank 0."""
+        return False
+
+    def write(self, state: RunState, engine: TrainingEngine, data: Cursor) -> Checkpoint | None:
+        """Gather shards as often as rank 0 attempts to write them."""
+        attempts: bool = self.ranks.of_first(False)
+        while attempts:
+            for _ in engine.state_shards():
+                pass
+            attempts = self.ranks.of_first(False)
+        return None
+
+
+class ShardedRun(Run):
+    """The run of rank 0."""
+
+    engine: ShardedEngine
+    checkpoint_writer: type[CheckpointWriter] = ShardedWriter
+
+    def __init__(self, config: RunConfig, inputs: Inputs, session: Session, *rest: Any) -> None:
+        refuse_settings(config)
+        self.profiler: StepProfiler | None = None
+        if (steps := config.comm.profile_steps) and session.ranks.is_first:
+            folder = session.run_dir.path / "profiler"
+            self.profiler = StepProfiler(folder, steps, gpu=torch.cuda.is_available())
+        super().__init__(config, inputs, session, *rest)
+        for line in config.fsdp.without_effect():
+            self._session.announcer.warn(line)
+
+    def _planned_for(self, machine: Machine, device: str, rows: int | None) -> RunPlan:
+        """Plan rows alone: all of the model is on the device, a shard on each."""
+        config, task = self._config, self._inputs.task
+        facts = model_facts_for(config, self._inputs.loaded.model)
+        unbounded = Capacity(device_free_bytes=None, host_available_bytes=None)
+        plain = config.model_copy(update={"placement": PlacementRequest(offload="none")})
+        data_rows = task.rows("trained") // (config.train.accumulation * self._session.ranks.world)
+        placement = decide(
+            plain, facts, machine, "cpu", batch_rows=rows, data_rows=max(1, data_rows),
+            capacity=unbounded,
+        )  # fmt: skip
+        placement = self._as_sharded(placement, facts)
+        return RunPlan(
+            config=config, facts=facts, placement=placement, capacity=unbounded,
+            constants=Constants(per_s={}, source="a sharded model is not timed before it trains"),
+            samples=task.sample_fit(),
+        )  # fmt: skip
+
+    def _as_sharded(self, placement: Placement, facts: ModelFacts) -> Placement:
+        """Return the placement with the memory of a shard, and the choices that count."""
+        fsdp, world = self._config.fsdp, self._session.ranks.world
+        strategy = fsdp.sharding_strategy
+        shards = {"NO_SHARD": 1, "HYBRID": self._session.ranks.local_world}.get(strategy, world)
+        told = ChoiceMade(
+            name="parallel.mode", value="fsdp",
+            because=f"as set: {strategy} over {shards} of {world} ranks; AdamW of torch, fp32",
+        )  # fmt: skip
+        kept = [choice for choice in placement.choices if choice.name == "train.batch_rows"]
+        need = predicted(facts, fsdp, shards, placement.batch_rows, placement.need.host_bytes)
+        return replace(placement, choices=(told, *kept), need=need)
+
+    def _placed(self, device: str) -> tuple[nn.Module, Any]:
+        """Shard the model."""
+        config, model = self._config, self._inputs.loaded.model
+        where = torch.device(device)
+        if device == "cuda":
+            where = torch.device("cuda", torch.cuda.current_device())
+        if not distributed.is_initialized():  # this process is alone
+            backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+            store: Any = getattr(distributed, "HashStore")()  # noqa: B009 - not exported
+            distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+        frozen = method_of(config).frozen_storage(config.method)
+        how: dict[str, Any] = {"frozen": frozen, "seed": config.train.seed}
+        engine = shard(model, where, config.fsdp, config.comm, self._plan.placement, **how)
+        model.__dict__[ENGINE] = engine
+        if config.comm.compress == "auto":
+            self._compress_where_faster(engine)
+        return model, engine
+
+    def _compress_where_faster(self, engine: ShardedEngine) -> None:
+        """Measure a pass and the link, and compress where that pays."""
+        objective, rows = self._inputs.task.objective, self._plan.placement.batch_rows
+        batch = self._inputs.task.typical(rows)
+        gpu = engine.device.torch_device.type == "cuda"
+
+        def one_pass() -> None:
+            objective.loss(engine.model, batch, objective.count(batch)).backward()
+            engine.forget_gradients()
+
+        one_pass()
+        exposed = profiled(one_pass, gpu=gpu).exposed_share
+        share = self._session.ranks.gather(exposed)
+        group = distributed.group.WORLD
+        assert group is not None
+        count = max(sum(p.numel() for p in part.parameters.values()) for part in engine.parts)
+        raw_s, ours_s = measured_link(count, group, engine.device.torch_device)
+        choice = choose(raw_s, ours_s, max(share))
+        self._session.announcer.warn(f"comm.compress=auto is {choice.value}: {choice.because}")
+        if choice.value != "none":
+            compress(engine, method_named(choice.value), self._config.train.seed)
+
+    def _optimizer(self) -> Optimizer:
+        settings, rate = self._config.train, self.schedule.learning_rate
+        decay = {"weight_decay": settings.weight_decay, "no_decay": settings.no_decay}
+        groups = parameter_groups(self.model, learning_rate=rate, **decay)  # type: ignore[arg-type]
+        fused = self.engine.device.torch_device.type == "cuda" and not self.engine.offloads
+        options: dict[str, Any] = {"betas": settings.betas, "eps": settings.eps}
+        return ShardedAdamW(self.engine, groups, lr=rate, fused=fused or None, **options)
+
+    def _live_changes(self) -> LiveChanges:
+        changes: Any = NoChanges(self._step_took)
+        self._session.requests.changes_go_to(changes.ask)
+        return changes  # type: ignore[no-any-return]
+
+    def _step_took(self, finished: StepFinished) -> None:
+        found = self.profiler.step_done(finished.step_s) if self.profiler else None
+        if found is not None:
+            self._session.announcer.warn(f"communication of {found.steps} steps:\n{found.table()}")
+        for exchange in self.engine.exchanges:
+            exchange.measures_error = finished.step % 100 == 1  # of one exchange
+
+    def make_checkpoint_writer(self, optimizer: Optimizer) -> CheckpointWriter:
+        """Make a writer that lets the other ranks take part in each checkpoint."""
+        writer = super().make_checkpoint_writer(optimizer)
+        writer.budget_bytes = 0  # shards are gathered for the file that is written
+        assert isinstance(writer, ShardedWriter | FollowingWriter)
+        writer.ranks = self._session.ranks
+        return writer
+
+    def train(self) -> None:
+        """Make all steps, then gather the weights to save on rank 0."""
+        super().train()
+        session, wanted = self._session, self._config.train.final_model
+        session.model_step = final_model.choose_final_weights(
+            wanted, session.state, self.checkpoints, self.engine, session.announcer.warn
+        )
+        self._report()
+        gathered_on_first(self.engine)
+
+    def finish(self) -> None:
+        """Save the trained model."""
+        self._session.announcer.phase("saving", "the trained model")
+        save = partial(self._method.save, self._inputs.loaded, self._config.method)
+        final_model.save_model(self._session, save)
+        self.measure()
+
+    def _report(self) -> None:
+        """Add the run's line to its results."""
+        session, config = self._session, self._config
+        line = record(
+            config,
+            session.run_dir,
+            self.batch_rows,
+            session.ranks.world,
+            self.engine.exchanges,
+            self.profiler.found if self.profiler else None,
+            self.engine.device.torch_device,
+        )
+        append(session.run_dir.path, line)
+
+
+class FollowingRun(ShardedRun):
+    """The run of another rank, which keeps no records."""
+
+    checkpoint_writer = FollowingWriter
+
+    def announce(self, hello: Hello) -> None:
+        """Announce nothing: rank 0 tells of the plan."""
+
+    def finish(self) -> None:
+        """Leave the trained model to rank 0."""
+
+    def _report(self) -> None:
+        """Leave it to rank 0."""
+
+
+class NoChanges:
+    """In place of live changes: nothing of a sharded model can be placed anew while it trains."""
+
+    waiting = False
+    promise = None
+    steps_since = 0
+
+    def __init__(self, step_took: Callable[[StepFinished], object]) -> None:
+        """`step_took` is called after each step."""
+        self.step_took = step_took
+
+    def ask(self, command: str, arguments: Mapping[str, Any]) -> tuple[bool, str]:
+        """Refuse a change."""
+        return False, "a sharded model (parallel.mode=fsdp) cannot be placed anew while it trains"
+
+    def make_room(self, *_: object, **__: object) -> None:
+        """Give up nothing: the step failed on this rank alone."""
+
+    def carry_out(self, *_: object) -> None:
+        """Do nothing, as all below."""
+
+    keep_room = disturbed = finish = carry_out
+
+
+def refuse_settings(config: RunConfig) -> None:
+    """Raise BadInput for settings of other modes, with the cure."""
+    train, cure = config.train, "or use parallel.mode=layers"
+    if train.optimizer != "adamw" or train.states != "fp32":
+        raise BadInput(
+            f"train.optimizer={train.optimizer} with train.states={train.states}: sharded models "
+            f"are trained by torch's AdamW with fp32 moments: leave both out, {cure}"
+        )
+    if config.model.dtype == "float16":
+        raise BadInput(
+            "model.dtype=float16 needs a loss scale, which parallel.mode=fsdp does not have: use "
+            f"bfloat16, {cure}"
+        )
+    if config.samples.prompts:
+        raise BadInput(
+            "samples.prompts is set, and a sharded model writes no text while it trains: leave it "
+            f"out and use `fluxtrain generate` afterwards, {cure}"
+        )
+    if config.comm.compress == "auto" and config.fsdp.sharding_strategy in ("NO_SHARD", "HYBRID"):
+        raise BadInput(
+            "comm.compress=auto measures sums that are scattered, and fsdp.sharding_strategy="
+            f"{config.fsdp.sharding_strategy} sums between replicas: name a method, such as int8"
+        )

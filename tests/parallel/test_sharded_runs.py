@@ -1,0 +1,168 @@
+"""`fluxtrain train` with `parallel.mode: fsdp` on two gloo ranks, from its configuration to its
+model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fluxtrain.config.schema import load_config
+from fluxtrain.data.demo import train_tokenizer
+from fluxtrain.events import events as ev
+from fluxtrain.events.journal import read_events
+from fluxtrain.train.checkpoint.recovery import locate
+from fluxtrain.train.run import train
+from tests.parallel import run_work as work
+from tests.parallel.rank_pool import Ranks
+
+SENTENCES = ["the quick brown fox jumps over the lazy dog", "what is two and two? it is four"] * 40
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A configuration of a small model and its data, both made here."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("sharded")
+    train_tokenizer(SENTENCES, folder / "model", 300)
+    torch.manual_seed(7)
+    LlamaForCausalLM(LlamaConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, bos_token_id=None, eos_token_id=0,
+    )).save_pretrained(folder / "model")  # fmt: skip
+    data = folder / "data.jsonl"
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in SENTENCES))
+    path = folder / "run.yaml"
+    path.write_text(
+        f"model: {{path: {folder / 'model'}, dtype: float32}}\n"
+        f"data: {{path: {data}, sequence_length: 16, held_out: 0.1, token_cache: never}}\n"
+        f"train: {{steps: {STEPS}, batch_rows: 4, learning_rate: 1e-3, warmup_steps: 0,\n"
+        "  evaluate_every: 2, checkpoint_every: 2}\n"
+        "placement: {device: cpu}\n"
+    )
+    return path
+
+
+def _events(run_dir: Path, kind: type[Any]) -> list[Any]:
+    return [event for event in read_events(run_dir / "events.ndjson") if isinstance(event, kind)]
+
+
+def _losses(run_dir: Path) -> list[float]:
+    return [event.loss for event in _events(run_dir, ev.StepFinished)]
+
+
+def _weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    (path,) = (run_dir / "model").glob("*model.safetensors")
+    return load_file(path)
+
+
+def _trained(ranks: Ranks, config: Path, run_dir: Path, *overrides: str) -> Path:
+    assert ranks.run(work.run, str(config), str(run_dir), list(overrides)) == [""] * ranks.count
+    return run_dir
+
+
+def test_two_ranks_train_evaluate_and_save_what_one_process_does(
+    ranks: Ranks, config: Path, tmp_path: Path
+) -> None:
+    settings = load_config(config, [])
+    train(settings, locate(None, tmp_path / "one", settings))
+    two = _trained(ranks, config, tmp_path / "two", "comm.profile_steps=1")
+    assert _losses(two) == pytest.approx(_losses(tmp_path / "one"), abs=1e-4)
+    for kind in (ev.EvaluationFinished,):
+        of_one = [event.loss for event in _events(tmp_path / "one", kind)]
+        assert [event.loss for event in _events(two, kind)] == pytest.approx(of_one, abs=1e-4)
+    one, other = _weights(tmp_path / "one"), _weights(two)
+    assert set(one) == set(other)
+    assert max(float((one[name] - other[name]).abs().max()) for name in one) < 2e-3
+    assert json.loads((two / "profiler" / "communication.json").read_text())["comm_ms"] > 0
+    assert (two / "profiler" / "rank-0.pt.trace.json").stat().st_size > 1000
+    (line,) = (two / "results.jsonl").read_text().splitlines()
+    assert json.loads(line)["comm_time_ms_by_op"].keys() >= {"all_gather"}
+
+
+def test_a_run_is_resumed_by_the_same_ranks_and_by_one_process(
+    ranks: Ranks, config: Path, tmp_path: Path
+) -> None:
+    same = ["train.schedule=constant"]
+    whole = _trained(ranks, config, tmp_path / "whole", *same)
+    cut = _trained(ranks, config, tmp_path / "cut", "train.steps=2", *same)
+    shutil.copytree(cut, tmp_path / "alone")
+    assert ranks.run(work.run, str(config), str(cut), same, "auto") == ["", ""]
+    assert _losses(cut) == pytest.approx(_losses(whole), abs=1e-6)
+    settings = load_config(config, same)
+    train(settings, locate("auto", tmp_path / "alone", settings))
+    assert _losses(tmp_path / "alone") == pytest.approx(_losses(whole), abs=1e-4)
+
+
+def test_adapters_are_trained_and_saved_in_pefts_format(
+    ranks: Ranks, config: Path, tmp_path: Path
+) -> None:
+    how = ["method.name=qlora", "method.rank=4", "comm.compress=int8"]
+    run_dir = _trained(ranks, config, tmp_path / "adapters", *how)
+    assert (run_dir / "model" / "adapter_model.safetensors").exists()
+    line = json.loads((run_dir / "results.jsonl").read_text())
+    assert line["compress_method"] == "int8"
+    assert line["bytes_compressed_total"] > 0
+    assert line["world_size"] == 2
+    assert all(key in line for key in REQUIRED)
+
+
+REQUIRED = (
+    "run_name", "world_size", "model", "dataset", "max_length", "batch_size", "compress_method",
+    "compress_config", "seed", "step_time_ms_mean", "step_time_ms_p50", "step_time_ms_p90",
+    "tokens_per_s", "comm_time_ms_total", "comm_ratio", "comm_time_ms_by_op", "bytes_raw_total",
+    "bytes_compressed_total", "compression_ratio", "train_loss", "val_loss", "val_ppl",
+)  # fmt: skip
+
+
+def test_auto_says_by_its_numbers_why_it_compresses_or_not(
+    ranks: Ranks, config: Path, tmp_path: Path
+) -> None:
+    run_dir = _trained(ranks, config, tmp_path / "auto", "comm.compress=auto")
+    (told,) = [e.text for e in _events(run_dir, ev.LogWritten) if "comm.compress=auto" in e.text]
+    assert "ms for a block's gradients" in told
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["comm.compress=int7"], "did you mean int8?"),
+        (["train.states=8bit"], "leave both out"),
+        (["model.dtype=float16"], "bfloat16"),
+        (["samples.prompts=[Hello]"], "fluxtrain generate"),
+        (["comm.compress=auto", "fsdp.sharding_strategy=NO_SHARD"], "name a method"),
+        (["comm.compress=randomk", "comm.config={error_feedback: true}"], '"scale": false'),
+    ],
+)
+def test_what_a_sharded_run_cannot_do_is_refused_on_every_rank(
+    ranks: Ranks, config: Path, tmp_path: Path, overrides: list[str], words: str
+) -> None:
+    for told in ranks.run(work.run, str(config), str(tmp_path / "run"), overrides):
+        assert told.startswith("BadInput: ")
+        assert words in told
+
+
+def test_a_rank_that_is_configured_otherwise_is_refused(
+    ranks: Ranks, config: Path, tmp_path: Path
+) -> None:
+    others: list[Any] = [["comm.compress=int8"], ["comm.compress=fp8"]]
+    for told in ranks.run(work.run_otherwise, str(config), str(tmp_path / "run"), others):
+        assert "comm.compress is int8 in rank 0 and fp8 in rank 1" in told
+
+
+@pytest.mark.slow
+def test_four_ranks_go_on_from_a_checkpoint_of_two(
+    ranks: Ranks, four_ranks: Ranks, config: Path, tmp_path: Path
+) -> None:
+    how = ["train.schedule=constant", "comm.compress=int8", 'comm.config={"error_feedback": true}']
+    whole = _trained(ranks, config, tmp_path / "whole", *how)
+    cut = _trained(ranks, config, tmp_path / "cut", "train.steps=2", *how)
+    assert four_ranks.run(work.run, str(config), str(cut), how, "auto") == [""] * 4
+    assert _losses(cut) == pytest.approx(_losses(whole), abs=2e-2)
