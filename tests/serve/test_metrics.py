@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import sqlalchemy as sa
 from prometheus_client.parser import text_string_to_metric_families
 
+from fluxtrain.events.answers.generation import Answered
 from fluxtrain.events.emitter import Emitter
 from fluxtrain.events.events import (
     CardMemory,
@@ -108,12 +110,17 @@ def test_ends_answers_and_the_queue_are_counted(served: Served) -> None:
 
 
 def test_a_key_sees_its_project_alone_and_odd_names_stay_one_label(served: Served) -> None:
-    client = served.client()
-    suffix = 'a"b\\c\nd{e="f"}'
-    name = ended(client, create(client, suffix=suffix).id).fine_tuned_model
-    assert suffix in name
-    message: Any = {"role": "user", "content": "one"}
-    client.chat.completions.create(model=name, messages=[message])
+    client, name = served.client(), 'a"b\\c\nd{e="f"}'
+    ended(client, create(client).id)
+
+    async def said() -> AsyncIterator[Answered]:
+        yield Answered(id="", text="", ended="end", tokens=1, prompt_tokens=1, seconds=0.1)
+
+    async def asked() -> None:
+        async for _ in served.service.watched.answers.watched("default", name, said()):
+            pass
+
+    asyncio.run(asked())
     served.keys["other"] = add_key(served.service.store, "other", "read", "other")
     everybodys, others = scrape(served), scrape(served, "other")
     assert value(everybodys, metrics.ANSWERS, model=name, how="answered") == 1
