@@ -97,8 +97,8 @@ def main() -> None:
         seconds.append(time.perf_counter() - started_s)
     step_s = statistics.median(seconds[2:] or seconds)
     row = {
-        **vars(asked), "step_s": step_s, "rows_per_s": asked.rows / step_s, "loss": float(loss.detach()),
-        "device_peak_gib": torch.cuda.max_memory_allocated() / GIB,
+        **vars(asked), "step_s": step_s, "rows_per_s": asked.rows / step_s,
+        "loss": float(loss.detach()), "device_peak_gib": torch.cuda.max_memory_allocated() / GIB,
     }  # fmt: skip
     print(json.dumps(row))
 

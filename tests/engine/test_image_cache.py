@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from fluxtrain.errors import BadInput
 from fluxtrain.methods.image import encoding
 from fluxtrain.methods.image.adapter import find_layers
 from fluxtrain.methods.image.encoding import Encodings, encode, encodings_of
+from fluxtrain.methods.image.method import read_data
 from fluxtrain.methods.method import method_of
+from fluxtrain.models import loading
 from fluxtrain.models.loading import ModelSource
 from fluxtrain.models.pipeline import load_transformer, open_pipeline
 from fluxtrain.train.placing.row_length import with_row_length
@@ -109,6 +112,27 @@ def test_a_folder_that_holds_only_the_transformer_is_named(images: Images, tmp_p
         if path.is_dir():
             shutil.copytree(path, tmp_path / "part" / path.name, dirs_exist_ok=True)
     assert "is a SanaPipeline" in refused(images, tmp_path, model__path=str(tmp_path / "part"))
+
+
+def test_a_pipeline_on_a_hub_is_told_to_be_downloaded_whole(
+    images: Images, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model_index.json").write_text("{}")
+    monkeypatch.setattr(loading, "_fetched", lambda *_: tmp_path)
+    assert "hf download owner/kontext" in refused(images, tmp_path, model__path="owner/kontext")
+
+
+def test_long_prompts_are_told(images: Images, tmp_path: Path) -> None:
+    config = load_config(images.config(tmp_path, image__caption_tokens=8))
+    rows = [
+        {"image": str(images.data / f"00{number}-after.png"), "prompt": "make it red " * 700}
+        for number in range(2)
+    ]
+    path = tmp_path / "long.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = config.data.model_copy(update={"path": str(path)})
+    found, _ = read_data(config.model_copy(update={"data": data}))
+    assert "2 prompts have more than 8 words" in found.notes[-1]
 
 
 def test_settings_of_text_are_refused(images: Images, tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ from fluxtrain.models.model_files import (
     base_key,
     check_model_folder,
     is_local,
+    is_pipeline,
     model_config,
 )
 from fluxtrain.models.precision import (
@@ -227,7 +228,13 @@ def model_folder(source: ModelSource, with_weights: bool = True) -> Path:
         return folder
     if is_local(source.path):
         raise BadInput(f"{folder} does not exist: check model.path")
-    return _fetched(source, with_weights)
+    fetched = _fetched(source, with_weights)
+    if is_pipeline(str(fetched)):
+        raise BadInput(
+            f"{source.path} is an image pipeline, which is trained from a folder of its own: `hf "
+            f"download {source.path} --local-dir FOLDER`, then model.path=FOLDER"
+        )
+    return fetched
 
 
 def _fetched(source: ModelSource, with_weights: bool) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -243,10 +243,14 @@ def _read(path: Any, config: RunConfig, encodings: Encodings | None) -> Pairs:
     if not isinstance(path, str):
         raise BadInput("data.path of images is one file or folder: name one")
     place = demo_folder() / "data" if path == IMAGE_DEMO else Path(path).expanduser()
-    return read_pairs(
+    found = read_pairs(
         place, config.image.size, most_bad=config.data.max_bad_rows,
         is_known=encodings.is_known if encodings else lambda *_: True,
     )  # fmt: skip
+    most = config.image.caption_tokens
+    long = sum(len(pair.prompt.split()) > most for pair in found.pairs)
+    cut = f"{long:,} prompts have more than {most} words: what follows is not read"
+    return replace(found, notes=(*found.notes, cut)) if long else found
 
 
 def data_choices(pairs: Pairs) -> tuple[ChoiceMade, ...]:
