@@ -176,3 +176,9 @@ def test_columns_that_differ_in_case_alone_are_told_with_the_way_to_the_other(
     [told] = [line for line in report.lines() if "case alone" in line]
     made = apply_overrides({}, told.partition(" set ")[2].split(" with "))["data"]
     assert said(rows(path, **made)[0]) == ["user: a", "assistant: c"]
+
+
+def test_a_null_is_told_as_one_and_not_as_a_missing_key(tmp_path: Path) -> None:
+    path = lines(tmp_path, {"prompt": "a", "completion": "b"}, {"prompt": None, "completion": "b"})
+    with pytest.raises(BadInput, match="line 2 has null for `prompt`.*max_bad_rows"):
+        rows(path)

@@ -208,7 +208,7 @@ def test_a_missing_key_names_the_keys_that_are_there(tmp_path: Path) -> None:
 
 def test_a_text_that_is_no_string_is_refused(tmp_path: Path) -> None:
     assert "`text` is a number" in _refusal(_lines(tmp_path, {"text": "x"}, {"text": 3}))
-    assert "line 2 has no `text`" in _refusal(_lines(tmp_path, {"text": "x"}, {"text": None}))
+    assert "line 2 has null for `text`" in _refusal(_lines(tmp_path, {"text": "x"}, {"text": None}))
 
 
 @pytest.mark.parametrize(

@@ -231,11 +231,16 @@ class Converter:
                 )
             self._count(key)
 
-    def _needs(self, values: dict[str, Any], *keys: str) -> None:
+    def _needs(self, record: Record, values: dict[str, Any], *keys: str) -> None:
         """Raise RowRefused if a key is missing, and name the shape that the row has instead."""
         missing = [key for key in keys if key not in values]
         if not missing:
             return
+        if (theirs := self._mapping.columns.get(missing[0], missing[0])) in record.values:
+            raise RowRefused(
+                f" has null for `{theirs}`: write what it is, or leave the row out with "
+                "data.max_bad_rows"
+            )
         other = next((one for one in shapes_of(values) if one.shape != self.shape), None)
         if other is not None:
             raise RowRefused(
@@ -245,7 +250,7 @@ class Converter:
         raise RowRefused(f" has no `{missing[0]}`: its keys are {keys_of(values)}")
 
     def _text(self, record: Record, values: dict[str, Any]) -> Row | None:
-        self._needs(values, "text")
+        self._needs(record, values, "text")
         text = string_of(values["text"], "text")
         title = string_of(values.get("title", ""), "title").strip()
         if not text.strip():
@@ -255,7 +260,7 @@ class Converter:
     def _conversation(self, record: Record, values: dict[str, Any]) -> Row:
         key = _turns_key(values)
         if key is None:
-            self._needs(values, "messages")
+            self._needs(record, values, "messages")
             key = "messages"
         turns = list_of(values[key], key)
         if self._is_of_other_shape(turns):
@@ -284,7 +289,7 @@ class Converter:
         return Row(origin=record.origin, messages=messages, weights=weights, tools=tools)
 
     def _alpaca(self, record: Record, values: dict[str, Any]) -> Row:
-        self._needs(values, "instruction", "output")
+        self._needs(record, values, "instruction", "output")
         asked = string_of(values["instruction"], "instruction")
         given = string_of(values.get("input", ""), "input")
         output = filled_string(values["output"], "output", "there is nothing to learn")
@@ -302,7 +307,7 @@ class Converter:
         return Row(origin=record.origin, messages=whole, weights=weights_of(whole))
 
     def _completion(self, record: Record, values: dict[str, Any]) -> Row:
-        self._needs(values, "prompt", "completion")
+        self._needs(record, values, "prompt", "completion")
         prompt, completion = values["prompt"], values["completion"]
         if isinstance(prompt, list) or isinstance(completion, list):
             return self._of_two_lists(record, prompt, completion, _tools(values))

@@ -180,6 +180,10 @@ def _parsed(line: str, where: str) -> UserPrompt:
             return UserPrompt(messages=value["messages"], where=where)
         if isinstance(value.get("prompt"), str):
             return UserPrompt(text=value["prompt"], where=where)
+        for name, wanted in (("messages", "a list"), ("prompt", "text")):
+            if name in value:
+                told = json.dumps(value[name])[:40]
+                raise BadInput(f"{where}: `{name}` is {told}, and it must be {wanted}")
     raise BadInput(f"{where} has no prompt: write {_KEYS}")
 
 
