@@ -32,6 +32,7 @@ from random_model import random_model
 from step_timeline import StepTimeline, profiled
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from fluxtrain.core.ranks.join import join_launched
 from fluxtrain.data.batches import Batch
 from fluxtrain.machine.machine import read_machine
 from fluxtrain.measure.measured_constants import measure_constants
@@ -64,11 +65,15 @@ def corpus(vocabulary: int) -> torch.Tensor:
 def main() -> None:
     """One measurement; see the module."""
     options = options_given()
+    options.ranks = join_launched()  # of torchrun's processes each has its share of the rows
+    options.batch //= options.ranks.world
     watch = MemoryWatch()
     watch.start()
     row = run(options, watch)
     watch.stop()
     row |= watch.figures(row)
+    if not options.ranks.is_first:
+        return
     print(json.dumps({**row, "losses": [round(loss, 3) for loss in row["losses"][:20]]}))
     if options.json:
         options.json.write_text(json.dumps(row, indent=1))
@@ -290,7 +295,8 @@ def run(options: argparse.Namespace, watch: MemoryWatch) -> dict[str, Any]:
     read: list[float] = []
     ended_s = [time.perf_counter()]
     for step in range(options.steps):
-        rows = batch(tokens, step, options.passes * options.batch, options.sequence)
+        number = step * options.ranks.world + options.ranks.rank
+        rows = batch(tokens, number, options.passes * options.batch, options.sequence)
         ids = rows.pin_memory().cuda(non_blocking=True)  # else the host waits for the step before
         if engine and step == options.steps - 1:
             engine.take_stalls()
@@ -366,12 +372,14 @@ def report(
 ) -> dict[str, Any]:
     """The row without what is measured from outside."""
     median_s = statistics.median(times[3:])
-    trained = options.passes * options.batch * options.sequence
+    world = options.ranks.world
+    trained = options.passes * options.batch * options.sequence * world
     row: dict[str, Any] = {
         "engine": options.engine,
         "shape": options.shape,
         "parameters_b": round(parameters / 1e9, 3),
-        "batch": options.batch,
+        "batch": options.batch * world,
+        "processes": world,
         "passes": options.passes,
         "step_s": round(median_s, 3),
         "tokens_per_s": round(trained / median_s),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import sys
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -62,8 +61,8 @@ def _rank(
     torch.save(found, folder / f"found-{rank}")
 
 
-def train(config: Path, run_dir: Path, overrides: list[str], resume: str | None = None) -> int:
-    """`fluxtrain train` in one rank; the exit code."""
+def train(config: Path, run_dir: Path, overrides: list[str], resume: str | None = None) -> str:
+    """`fluxtrain train` in one rank; its exit code, and why it failed."""
     patch = pytest.MonkeyPatch()
     patch.setattr("fluxtrain.measure.measured_constants.is_calm_after", lambda _: False)
     patch.setattr("fluxtrain.measure.calibrate.MOST_REPEATS", 1)
@@ -72,6 +71,5 @@ def train(config: Path, run_dir: Path, overrides: list[str], resume: str | None 
     try:
         train_as_rank(settings, lambda: locate(resume, run_dir, settings), truly_told)
     except FluxTrainError as error:
-        print(f"rank {distributed.get_rank()}: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+        return f"{error.exit_code}: {error}"
+    return "0"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,11 @@ import pytest
 import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
+from transformers import Trainer, TrainingArguments
 
 import fluxtrain
+from fluxtrain.core.ranks.exchange import Exchange, added
+from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.errors import BadInput, MisusedModel
 from fluxtrain.plan.request import PlacementRequest
 from tests.engine.ranks import together
@@ -122,3 +126,87 @@ def misused() -> None:
 
 def test_ranks_that_cannot_train_together_are_refused(tmp_path: Path) -> None:
     together(WORLD, misused, tmp_path)
+
+
+def by_trainer(folder: Path) -> Weights:
+    """The weights after steps of Hugging Face's Trainer, unchanged, in a rank or alone."""
+    rank, rows = rank_here(), [{k: v[0] for k, v in batch(step).items()} for step in range(24)]
+    if rank is not None:
+        told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "MASTER_PORT": 1}
+        os.environ |= {name: str(value) for name, value in told.items()}
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+    arguments = TrainingArguments(
+        output_dir=str(folder / "out"), max_steps=3, use_cpu=True, report_to=[],
+        per_device_train_batch_size=ROWS // (1 if rank is None else WORLD), learning_rate=1e-3,
+        save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    assert arguments.world_size == (1 if rank is None else WORLD)
+    model = fluxtrain.wrap(model_of("full"), device="cpu")
+    Trainer(model, arguments, train_dataset=rows).train()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def test_trainer_trains_one_model_in_two_processes(tmp_path: Path) -> None:
+    first, second = together(WORLD, by_trainer, tmp_path / "ranks", tmp_path)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    alone, before = by_trainer(tmp_path), dict(model_of("full").named_parameters())
+    with torch.no_grad():
+        moved = sum(float((alone[n] - before[n]).abs().sum()) for n in alone)
+        apart = sum(float((alone[n] - first[n]).abs().sum()) for n in alone)
+    assert moved and apart < 1e-3 * moved
+
+
+LANES = 4
+
+
+class Lanes(Exchange):
+    """Adds up what one process computes for several ranks, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[list[torch.Tensor]] = []
+
+    def begin(self) -> None:
+        self.kept.append([])
+
+    def finishes(self) -> bool:
+        return True
+
+    def reduce(self, flat: torch.Tensor) -> None:
+        self.kept[-1].append(flat.clone())
+        if len(self.kept) == LANES:
+            place = len(self.kept[-1]) - 1
+            flat.copy_(added([lane[place] for lane in self.kept]).mul_(1 / LANES))
+
+
+def in_order(kind: str) -> Weights:
+    """The weights after steps whose gradients are added in the order of ranks, in bf16."""
+    rank, lanes = rank_here(), Lanes()
+    torch.manual_seed(3)
+    model = fluxtrain.wrap(llama(2, tied=kind == "tied"), device="cpu", chunk_rows=1)
+    engine = engine_of(model)
+    if rank is None:
+        engine.exchange = engine.cards[0].gradients.host.exchange = lanes
+    else:
+        engine.exchange._order = "fixed"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(STEPS):
+        lanes.kept.clear()
+        for lane in range(LANES) if rank is None else [rank]:
+            lanes.begin()
+            engine.forget_gradients()
+            model(**rows_of(step, lane, LANES)).loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["full", "tied"])
+def test_four_ranks_have_the_bits_of_one_process_that_adds_in_their_order(
+    tmp_path: Path, kind: str
+) -> None:
+    found = together(LANES, in_order, tmp_path, kind)
+    alone = in_order(kind)
+    assert all(torch.equal(one[name], alone[name]) for one in found for name in alone)

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from torch import distributed
@@ -21,29 +28,39 @@ STEPS = {
 }  # fmt: skip
 
 
-def runs_of_two(config: Path, folder: Path) -> list[int]:
-    """The same run by two ranks from its start, and from where one process stopped."""
+SHARED = ["parallel.params=shard"]
+
+
+def runs_of_two(config: Path, folder: Path) -> list[str]:
+    """The same run by two ranks from its start, and from where one process stopped; a part of it
+    that one process goes on with."""
     return [
         ranks.train(config, folder / "two", []),
         ranks.train(config, folder / "resumed", ["train.steps=4"], "auto"),
-        ranks.train(config, folder / "stopped", ["train.steps=2"]),
+        ranks.train(config, folder / "stopped", [*SHARED, "train.steps=2"]),
+        ranks.train(config, folder / "shared", SHARED),
         ranks.train(config, folder / "uneven", ["train.batch_rows=3"]),
         ranks.train(config, folder / "other", [f"train.seed={distributed.get_rank()}"]),
     ]
 
 
 def test_two_ranks_are_the_run_of_one_process_and_go_on_with_it(
-    run_config: MakeConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    run_config: MakeConfig, tmp_path: Path
 ) -> None:
     config = run_config(**STEPS)
     one = run(config, tmp_path / "one")
     run(config, tmp_path / "resumed", "train.steps=2")
-    codes = ranks.together(2, runs_of_two, tmp_path / "ranks", config, tmp_path)
-    assert codes == [[0, 0, 0, 2, 2]] * 2
+    both = ranks.together(2, runs_of_two, tmp_path / "ranks", config, tmp_path)
+    assert both[0] == both[1] and both[0][:4] == ["0"] * 4
+    uneven, other = both[0][4:]
+    assert "2: train.batch_rows is 3, and 2 processes share a batch evenly" in uneven
+    assert "2: train.seed is 0 in rank 0 and 1 in rank 1 of 2" in other
     run(config, tmp_path / "stopped", resume="auto")
     for name in ("two", "resumed", "stopped"):
         same(tmp_path / "one", tmp_path / name)
         assert not list((tmp_path / name).glob(".seen-*"))
+    two, shared = weights(tmp_path / "two"), weights(tmp_path / "shared")
+    assert all(torch.equal(two[name], shared[name]) for name in two), "the bits of `full`"
     evaluated = [
         [e.loss for e in of(ev.EvaluationFinished, events)]
         for events in (one, told(tmp_path / "two", ev.EvaluationFinished))
@@ -52,9 +69,6 @@ def test_two_ranks_are_the_run_of_one_process_and_go_on_with_it(
     plan = json.loads((tmp_path / "two" / "plan.json").read_text())
     choices = {one["name"]: one["value"] for one in plan["choices"]}
     assert choices["parallel.processes"] == "2" and choices["train.batch_rows"] == "4"
-    printed = capfd.readouterr().err
-    assert "train.batch_rows is 3, and 2 processes share a batch evenly" in printed
-    assert "train.seed is 0 in rank 0 and 1 in rank 1 of 2" in printed
     assert not (tmp_path / "other" / "checkpoints").exists()
 
 
@@ -78,3 +92,51 @@ def test_a_run_starts_its_processes_and_ends_with_their_code(
     found = RunDir(tmp_path / "run").summary()
     assert (found.state, found.step, found.exit_code) == ("finished", 2, 0)
     assert torch.isfinite(torch.tensor(losses(told(tmp_path / "run", ev.StepFinished)))).all()
+
+
+def ranks_of(run_dir: Path) -> dict[int, int]:
+    """The processes of a run's ranks, by their numbers."""
+    found: dict[int, int] = {}
+    for process in psutil.process_iter(["cmdline"]):
+        if str(run_dir) in (process.info["cmdline"] or ()):
+            with suppress(psutil.Error):
+                told = process.environ()
+                if "TORCHELASTIC_RUN_ID" in told:
+                    found[int(told["RANK"])] = process.pid
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("killed", "restarts"), [(0, 0), (1, 0), (1, 1)])
+def test_a_killed_rank_ends_all_and_a_restart_goes_on(
+    run_config: MakeConfig, tmp_path: Path, killed: int, restarts: int
+) -> None:
+    config, run_dir = run_config(**{**STEPS, "train__steps": 60}), tmp_path / "run"
+    options = ["--set", "parallel.processes=2", "--set", f"parallel.restarts={restarts}"]
+    command = [sys.executable, "-m", "fluxtrain", "train", config, "--run-dir", run_dir, *options]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as run:
+        while not (run_dir / "checkpoints").is_dir() or not told(run_dir, ev.CheckpointWritten):
+            assert run.poll() is None
+            time.sleep(0.1)
+        os.kill(ranks_of(run_dir)[killed], signal.SIGKILL)
+        began_s = time.monotonic()
+        assert run.wait(120) == (0 if restarts else 7)
+    assert restarts or time.monotonic() - began_s < 30.0
+    assert not ranks_of(run_dir)
+    if restarts:
+        assert RunDir(run_dir).summary().step == 60
+
+
+@pytest.mark.slow
+def test_ranks_end_with_what_started_them(run_config: MakeConfig, tmp_path: Path) -> None:
+    config, run_dir = run_config(**{**STEPS, "train__steps": 500}), tmp_path / "run"
+    command = [sys.executable, "-m", "fluxtrain", "train", config, "--run-dir", run_dir]
+    with subprocess.Popen([*command, "--set", "parallel.processes=2"]) as run:
+        while len(ranks_of(run_dir)) < 2 or not told(run_dir, ev.StepFinished):
+            assert run.poll() is None
+            time.sleep(0.1)
+        run.kill()
+    deadline_s = time.monotonic() + 10.0
+    while ranks_of(run_dir):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from fluxtrain.config.cadence import Cadence
 from fluxtrain.config.choices import choose_schedule
 from fluxtrain.config.schema import RunConfig, validate
+from fluxtrain.core.guards.wrap_checks import refuse_several_processes
 from fluxtrain.errors import EXIT_INTERRUPTED, Interrupted
 from fluxtrain.events.answers.answers import DryRunAnswer, PeakBytes, RunSeconds, StepSeconds
 from fluxtrain.events.events import AnyEvent, PhaseChanged, Planned, StepFinished
@@ -93,6 +94,7 @@ def dry_run(config: RunConfig) -> DryRunAnswer:
         FluxTrainError: as the run itself would in its first steps.
     """
     config.refuse_sharded("dry-run")
+    refuse_several_processes()
     host_limit_bytes = read_machine().memory_available_bytes
     started_s = time.monotonic()
     with temporary_folder("dry-run", "the records of a dry run") as folder:

@@ -45,9 +45,14 @@ def touch(memory: mmap.mmap) -> bool:
     return True
 
 
-def give_back(memory: mmap.mmap) -> None:
-    """Free the pages of a mapping that was touched and not written; it stays zero."""
-    _advise(memory, "MADV_DONTNEED")
+def give_back(memory: mmap.mmap, start: int = 0, stop: int | None = None) -> None:
+    """Free the pages of a mapping, or those that lie whole between two of its bytes; they are zero
+    from then on."""
+    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = len(memory) if stop is None else stop // mmap.PAGESIZE * mmap.PAGESIZE
+    if first < end and (advice := getattr(mmap, "MADV_DONTNEED", None)) is not None:
+        with suppress(OSError):
+            memory.madvise(advice, first, end - first)
 
 
 def keep_from_forks(memory: mmap.mmap) -> None:

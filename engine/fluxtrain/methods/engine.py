@@ -33,8 +33,11 @@ class TrainingEngine(Protocol):
     retries_blocks: bool  # that run out of device memory, with fewer rows at once
     loss_scale: LossScale | None  # of fp16
     plan: Placement  # where everything is, and why
-    in_lockstep: bool  # every rank must compute as often as the others
     exchange: Exchange  # with the other processes of the run
+
+    @property
+    def in_lockstep(self) -> bool:
+        """Return whether every rank must compute as often as the others."""
 
     @property
     def device(self) -> Device:

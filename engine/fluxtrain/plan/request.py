@@ -268,6 +268,11 @@ class ParallelRequest:
         "machines starts them itself: see docs/processes.md",
         1,
     )
+    params: Literal["full", "shard"] = _knob(
+        "of several processes each holds the blocks' weights and optimizer states whole (full), or "
+        "one part of them (shard): then uploads bring a part, and the cards gather the rest",
+        "full",
+    )
     restarts: Count = _knob(
         "when a process dies, all start again from the last checkpoint, so many times", 0
     )

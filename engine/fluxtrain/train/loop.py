@@ -168,6 +168,8 @@ class TrainingLoop(Generic[B]):
                     in_lockstep=self._engine.in_lockstep,
                 )  # fmt: skip
             except torch.OutOfMemoryError as error:
+                if self._ranks.world > 1:
+                    raise self._out_of_memory(error) from error
                 self._make_room(error, time.perf_counter() - started_s, "the evaluation")
 
     def _step(self) -> None:
@@ -363,6 +365,8 @@ class TrainingLoop(Generic[B]):
         """Give up settings where other programs took device memory, before a step runs out of it;
         take them back once there is room again. Let states live on disk where the host's memory
         gets short."""
+        if self._ranks.world > 1:  # which gather weights in one order
+            return
         still = self._checkpoints.wait_copied
         self._changes.keep_room(self._step_number, self._engine.lacks_bytes(), still)
         lack_bytes = self._requests.take_host_lack()

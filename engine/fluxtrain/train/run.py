@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from fluxtrain.config.cadence import Cadence
 from fluxtrain.config.choices import choose_schedule, factor
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.core.ranks.join import ALONE, Ranks, losses_told
+from fluxtrain.core.wrap.equal_ranks import collect_weights
 from fluxtrain.errors import BadInput, Diverged, Interrupted, is_panic
 from fluxtrain.events.answers.machine import Machine
 from fluxtrain.events.events import ChoiceMade, Hello, PlanChecked, SampleGenerated
@@ -56,7 +57,7 @@ from fluxtrain.train.placing.prediction import compared, steady_step_s
 from fluxtrain.train.placing.preflight import disk_room, page_locks_of
 from fluxtrain.train.placing.row_length import with_row_length
 from fluxtrain.train.run_files import first_hello, full_hello, write_run_file
-from fluxtrain.train.run_plan import RunPlan, plan_run
+from fluxtrain.train.run_plan import RunPlan, parts_of, plan_run
 from fluxtrain.train.samples import Samples, TrainedModel, prompts_of
 from fluxtrain.train.session import Session
 
@@ -86,7 +87,7 @@ def train(
     """
     made = kind or Run
     fix_threads()
-    machine = _share_of(read_machine(), ranks)
+    machine = _share_of(read_machine(), ranks, parts_of(config, ranks))
     limit = machine.memory_total_bytes
     open_session = partial(Session, target.run_dir, host_limit_bytes=limit, ranks=ranks)
     with (
@@ -121,6 +122,7 @@ def train(
             session.track(config)
         with session.naming_the_way_on():
             run.train()
+            collect_weights(run.engine)
             ranks.end_training()
             session.signals.deferred = False
             run.finish()
@@ -155,7 +157,7 @@ class Run:
         bound = None if rows is None else self._bind(rows)  # refuses a batch beyond the data
         ranks.refuse_others(_facts(config, task), SAME)
         kernels = choose_kernels(config.model.kernels, inputs.loaded.model, device.value)
-        self._plan = self._planned_for(machine, device.value, rows)
+        self._plan = _plan_of_first(self._planned_for(machine, device.value, rows), config, ranks)
         rows = ranks.of_first(self._plan.placement.batch_rows)
         self.batch_rows = rows * ranks.world  # of all of them
         self._task = bound or self._bind(rows)
@@ -232,8 +234,10 @@ class Run:
             plan.constants.run_times,
             spill_folder=self._config.placement.disk_path or session.run_dir.path,
         )
-        moves_states = self._config.placement.disk != "off"
-        session.requests.changes_go_to(changes.ask, moves_states=moves_states)
+        shared = self.engine.exchange.shares is not None
+        moves_states = self._config.placement.disk != "off" and not shared
+        ask = _refuse_change if shared else changes.ask
+        session.requests.changes_go_to(ask, moves_states=moves_states)
         return changes
 
     def _training_loop(self, optimizer: Optimizer) -> TrainingLoop[Any]:
@@ -273,6 +277,8 @@ class Run:
             budget_bytes=self._snapshot.budget_bytes,
             chunk_rows=None if chunk_rows == "auto" else chunk_rows,
         )
+        if self.engine.exchange.shares is not None:
+            writer.together, writer.budget_bytes = session.ranks, 0
         writer.generation = set_of_training(self._inputs.loaded.model)
         return writer
 
@@ -467,6 +473,11 @@ def of_rank(config: RunConfig, ranks: Ranks) -> RunConfig:
             f"parallel.cards is {cards}, and each of {ranks.world} processes computes on one card: "
             "leave it out, or start one process, which uses several"
         )
+    if config.parallel.params == "shard" and config.samples.prompts:
+        raise BadInput(
+            "samples.prompts are answered by rank 0 alone, which has a part of the weights: leave "
+            "them out, or set parallel.params=full"
+        )
     own = (torch.cuda.current_device(),) if torch.cuda.is_available() else 1
     return config.model_copy(update={"parallel": replace(config.parallel, cards=own)})
 
@@ -496,10 +507,25 @@ def _of_all_ranks(choices: Sequence[ChoiceMade], rows: int, ranks: Ranks) -> Ite
         yield msgspec.structs.replace(one, value=str(rows * ranks.world)) if is_rows else one
 
 
-def _share_of(machine: Machine, ranks: Ranks) -> Machine:
-    """Return the machine with the free memory that one of its ranks may take."""
+def _plan_of_first(plan: RunPlan, config: RunConfig, ranks: Ranks) -> RunPlan:
+    """Return the plan of rank 0 on this rank's card where ranks share weights, which they gather in
+    one order."""
+    if ranks.world == 1 or config.parallel.params == "full":
+        return plan
+    mine, first = plan.placement.cards[0], ranks.of_first(plan.placement)
+    here = replace(first.cards[0], index=mine.index)
+    return replace(plan, placement=replace(first, cards=(here,)))
+
+
+def _refuse_change(command: str, arguments: Mapping[str, Any]) -> tuple[bool, str]:
+    return False, "processes share the weights (parallel.params=shard): nothing can be moved"
+
+
+def _share_of(machine: Machine, ranks: Ranks, parts: int) -> Machine:
+    """Return the machine with the free memory that one of its ranks may take, as if it held all of
+    the `parts` that weights and states are in."""
     free = machine.memory_available_bytes
-    share = None if free is None else free // ranks.local_world
+    share = None if free is None else free // ranks.local_world * parts
     return msgspec.structs.replace(machine, memory_available_bytes=share)
 
 

@@ -97,6 +97,11 @@ class RunPlan:
         return planned
 
 
+def parts_of(config: RunConfig, ranks: Ranks) -> int:
+    """Return into how many parts the ranks cut the weights and states of blocks."""
+    return ranks.world if config.parallel.params == "shard" else 1
+
+
 def plan_run(
     config: RunConfig,
     loaded: LoadedModel,
@@ -121,7 +126,8 @@ def plan_run(
     to_come = constants.still_to_come_bytes
     # libraries and data are in memory by now; pages of the model's files count as available
     copied = copied_now(loaded)
-    machine = as_it_is_now(machine, copied.weights_bytes - to_come, ranks.local_world)
+    share = parts_of(config, ranks) / ranks.local_world
+    machine = as_it_is_now(machine, copied.weights_bytes - to_come, share)
     constants = with_disk_rate(constants, config, measured, machine, disk.path)
     placement = decide(
         config,

@@ -7,6 +7,7 @@ None: all of OpenMP.
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Literal
 
@@ -20,6 +21,7 @@ from fluxtrain.core.adamw.dynamic_map import BLOCK
 from fluxtrain.core.adamw.flat import Flat
 from fluxtrain.core.adamw.hyper import AdamWUpdate, Coefficients
 from fluxtrain.core.adamw.reference import decode, encode
+from fluxtrain.core.ranks.cores import share_of_rank
 from fluxtrain.machine.cgroup import quota_cores
 
 Backend = Literal["native", "torch", "triton"]
@@ -188,6 +190,8 @@ def update_threads(computation: torch.device) -> int | None:
     the core that they took from it. Under a CPU quota no more threads than it keeps running:
     more run for a part of each period and then stand still together. None: all of OpenMP's."""
     quota, cores = quota_cores(), torch.get_num_threads()
+    if cores == 1 and (share := share_of_rank(os.environ)) > 1:  # torchrun sets one thread
+        quota, cores = share, share + 1
     threads = quota if quota is not None and quota < cores else None
     cores = cores if threads is None else threads
     if computation.type == "cpu" or cores < FEW_CORES:

@@ -65,6 +65,16 @@ class HostArena:
         assert not self.pinned_bytes
         give_back(self._map)
 
+    def forget_within(self, flat: Tensor, start: int, stop: int) -> bool:
+        """Free the pages between two bytes of `flat`, and return True, where it lies in this arena,
+        which must not be locked."""
+        at = flat.data_ptr() - self.address
+        if not 0 <= at < self.size_bytes:
+            return False
+        assert not self.pinned_bytes
+        give_back(self._map, at + start, at + stop)
+        return True
+
     def __del__(self) -> None:
         if not getattr(self, "pinned_bytes", 0):
             return  # memory that is not locked is copied by threads, which hold it

@@ -222,11 +222,13 @@ class FlatSum:
         host.allocate(group, passing=passing)
         stays = group.is_on("device", "gradients")
         again = self._add_stored(stays=stays)
-        if host.exchange.finishes():
+        exchanges = host.exchange.finishes()
+        if exchanges:
             host.exchange.reduce(self.flat[: group.trained_elements])
             # what another rank alone has used counts here too, with the same numbers everywhere
             self._touched.update(m.index for s in group.trained for m in s.members)
-        host.arrivals[group] = self._store_on_device(again) if stays else self._download(again)
+        stored = self._store_on_device(again) if stays else self._download(again, exchanges)
+        host.arrivals[group] = stored
         for index in self._touched:
             group.members[index].has_gradient = True
 
@@ -249,23 +251,26 @@ class FlatSum:
             self._touched.update(member.index for member in earlier)
         return again
 
-    def _download(self, again: set[Segment]) -> Arrival:
-        """Download the sum: rounded, or in fp32 that of several backward passes (`again`)."""
+    def _download(self, again: set[Segment], exchanged: bool) -> Arrival:
+        """Download the sum: rounded, or in fp32 that of several backward passes (`again`); of an
+        exchanged one what is at home here."""
         group, host = self.group, self._host
+        shares = group.shares if exchanged else None
         transfers: list[Transfer] = []
         norms: list[Tensor] = []
         members: list[Member] = []
         for segment, flat in self._segments():
             mine = [m for m in segment.members if m.index in self._touched]
+            spans = [(0, segment.elements)] if shares is None else shares.own(segment.elements)
             if segment in again:
                 norms.append(norms_of([self._parts[m.index] for m in mine], group))
                 host.scatter.forget(segment.gradient)
-                transfers += host.download_sum(group, segment, flat)
+                transfers += host.download_sum(group, segment, flat, spans)
             elif mine:
                 segment.is_wide = False
                 host.scatter.forget(segment.gradient)
                 to, size_bytes = segment.gradient, segment.size_bytes
-                transfer, staged = host.staging.download(group, to, flat, size_bytes)
+                transfer, staged = host.staging.download(group, to, flat, size_bytes, spans=spans)
                 norms += self._norms(segment, staged)
                 host.staging.read_until_now(size_bytes, staged)
                 transfers.append(transfer)

@@ -257,15 +257,20 @@ class HostGradients:
         for member in segment.members:
             member.gradient_scale = 1.0
 
-    def download_sum(self, group: Group, segment: Segment, flat: Tensor) -> list[Transfer]:
-        """Download the sum `flat` (elements,) fp32 as it is; it is this step's gradient."""
+    def download_sum(
+        self, group: Group, segment: Segment, flat: Tensor, spans: Sequence[tuple[int, int]]
+    ) -> list[Transfer]:
+        """Download these ranges of the sum `flat` (elements,) fp32 as it is; it is this step's
+        gradient."""
         group.memory.take_wide_gradient(segment)
         transfers: list[Transfer] = []
+        size_bytes, depth = segment.size_bytes, _depth(group, segment)
         for first, stop in _ranges(segment, torch.float32):
-            host = segment.gradient[first:stop]
-            size_bytes, depth = segment.size_bytes, _depth(group, segment)
-            transfer, _ = self.staging.download(group, host, flat[first:stop], size_bytes, depth)
-            transfers.append(transfer)
+            for start, end in ((max(first, a), min(stop, b)) for a, b in spans):
+                if start < end:
+                    to, part = segment.gradient[start:end], flat[start:end]
+                    transfer, _ = self.staging.download(group, to, part, size_bytes, depth)
+                    transfers.append(transfer)
         return transfers
 
     def discard_prefetched(self) -> None:
@@ -384,18 +389,22 @@ class GradientStaging:
         return ring.buffers[ring.turn], ring.transfers[ring.turn]
 
     def download(
-        self, group: Group, host: Tensor, values: Tensor, size_bytes: int, depth: int = 0
-    ) -> tuple[Transfer, Tensor]:
-        """Copy `values` (on the device) to `host` memory of their shape, in its dtype.
+        self, group: Group, host: Tensor, values: Tensor, size_bytes: int, depth: int = 0,
+        spans: Sequence[tuple[int, int]] | None = None,
+    ) -> tuple[Transfer, Tensor]:  # fmt: skip
+        """Copy `values` (on the device), or these ranges of them, to `host` memory of their shape,
+        in its dtype.
 
         They are converted into the next buffer of size_bytes, as `free` returns it; that part of
-        the buffer is returned too.
+        the buffer is returned too, with the transfer that arrives last.
         """
         staged = cut(self.free(size_bytes, depth), host.dtype, host.numel()).view(host.shape)
         staged.copy_(values)
-        transfer = self._device.download(host, staged)
+        for start, stop in spans or [(0, len(host))]:  # downloads arrive in their order
+            part = staged[start:stop]
+            transfer = self._device.download(host[start:stop], part)
+            self._downloaded(group, transfer, part.nbytes)
         self._used_by(size_bytes, transfer)
-        self._downloaded(group, transfer, staged.nbytes)
         return transfer, staged
 
     def read_until_now(self, size_bytes: int, staged: Tensor) -> None:

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Literal
 
 import torch
+from torch import Tensor
 
 from fluxtrain.core.device.spill import Spill
 from fluxtrain.core.device.worker import Job
@@ -14,6 +15,7 @@ from fluxtrain.core.memory.group_layout import GroupLayout
 from fluxtrain.core.memory.group_memory import GroupMemory
 from fluxtrain.core.memory.packed import KeptWeights
 from fluxtrain.core.memory.segment import MASTERS, Member
+from fluxtrain.core.ranks.shares import Shares
 from fluxtrain.plan.group_placement import KINDS, GroupPlacement, Kind, Tier
 from fluxtrain.plan.states import StateFormat, StorageFormat
 
@@ -80,6 +82,7 @@ class Group(GroupLayout):
         self.users = 0  # units that compute with this group
         self.by_rows = False  # one embedding and nothing else: norms are taken row by row
         self.rows: RowBuffers | None = None  # what its rows pass through, in place of a slot
+        self._shares: Shares | None = None
 
     def place(
         self,
@@ -96,6 +99,36 @@ class Group(GroupLayout):
         self.lay_out()
         self.memory = GroupMemory(self, placement, device, pin=pin, spill=spill)
         self.memory.take_weights(kept=kept, drops=drops)
+
+    @property
+    def shares(self) -> Shares | None:
+        """Return the ranges of its tensors that this process is home to; None: it has all."""
+        return None if self._shares is None or self._shares.ended else self._shares
+
+    def share_out(self, shares: Shares) -> None:
+        """Leave the other ranges to other processes."""
+        self._shares = shares
+        self.memory.forget_others(shares)
+
+    def spans(self, stop: int) -> list[tuple[int, int]]:
+        """Return the ranges of bytes of the weights before `stop` that are at home here."""
+        if self.shares is None:
+            return [(0, stop)]
+        found: list[tuple[int, int]] = []
+        for segment in self.segments:
+            (dtype, count), at = segment.stored, segment.offset_bytes
+            for start, last in self.shares.own(count) if at < stop else ():
+                found.append((at + start * dtype.itemsize, at + last * dtype.itemsize))
+        return found
+
+    def gather_weights(self, flat: Tensor, stop: int) -> None:
+        """Bring the ranges of all processes together in a slot's `flat` (bytes,), before `stop`."""
+        shares = self._shares
+        assert shares is not None, "the slot was filled with a part of the weights"
+        for segment in self.segments:
+            (dtype, count), at = segment.stored, segment.offset_bytes
+            if at < stop:
+                shares.gather(flat[at : at + count * dtype.itemsize].view(dtype))
 
     @property
     def placement(self) -> GroupPlacement:

@@ -17,6 +17,7 @@ from fluxtrain.core.memory.mapped import drop
 from fluxtrain.core.memory.packed import KeptWeights, pack_segment, placeholder, put_in_file
 from fluxtrain.core.memory.segment import MASTERS, SCALES, Member, Segment
 from fluxtrain.core.memory.states_on_disk import OnDisk, StatesOnDisk, room_bytes
+from fluxtrain.core.ranks.shares import Shares
 from fluxtrain.errors import BadInput, DoesNotFit
 from fluxtrain.plan.group_placement import KINDS, GroupPlacement, Kind, Tier
 from fluxtrain.units import bytes_text
@@ -206,6 +207,15 @@ class GroupMemory:
     def _states_on_disk(self, segment: Segment) -> StatesOnDisk:
         assert self._spill is not None, "states on disk need a scratch file"
         return StatesOnDisk(segment.wanted_states(), segment.elements, self._spill)
+
+    def forget_others(self, shares: Shares) -> None:
+        """Free the host memory of weights and states that other processes are home to."""
+        arenas = [arena for kind in ("weights", "state") for arena in self._arenas[kind]]
+        for segment in self._segments:
+            for flat in (segment.weights, *segment.states().values()):
+                assert flat is not None, "groups with bytes on disk are not shared"
+                for start, stop in shares.others(flat, segment.stored[1]):
+                    any(arena.forget_within(flat, start, stop) for arena in arenas)
 
     # -- gradients ---------------------------------------------------------------------------------
 

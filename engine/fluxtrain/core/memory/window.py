@@ -85,6 +85,7 @@ class Slot:
     version: int = -1  # of the group's weights that are in (or on their way into) this slot
     frozen_version: int = -1  # of its frozen weights, likewise
     transfer: Transfer | None = None
+    to_gather: int = 0  # bytes, of which other processes have parts
     users: int = 0  # computations that are using it now
     free: object = None  # the point after which it may be overwritten
     used_at: int = 0
@@ -203,6 +204,9 @@ class Window:
             self._fill(slot, group, "demand")
         assert slot.transfer is not None
         slot.transfer.wait_compute("disk" if group.is_on("disk") else "weights")
+        if slot.to_gather:
+            group.gather_weights(slot.flat, slot.to_gather)
+            slot.to_gather = 0
         self.scratch.fill(group, slot.flat)  # may run out of memory: the slot is not in use yet
         views = slot.views_of(group, self.scratch)
         slot.users += 1
@@ -282,14 +286,20 @@ class Window:
         slot.used_at, slot.filled_at = -1, self._fills
         self._where[group] = slot
         assert group.memory.flat_weights is not None
-        slot.transfer = self.device.upload(
-            slot.flat[:stop], group.memory.flat_weights[:stop], group.jobs.pending, slot.free
-        )
+        source, follows = group.memory.flat_weights, list[Transfer]()
+        slot.to_gather, spans = stop if group.shares else 0, group.spans(stop)
+        for start, end in spans:
+            transfer = self.device.upload(
+                slot.flat[start:end], source[start:end], group.jobs.pending, slot.free, follows
+            )
+            slot.transfer, follows = transfer, [transfer]
+        stop = sum(end - start for start, end in spans)
         if from_files:
             slot.transfer = self.device.upload_files(
-                slot.flat, group.memory.files, slot.free, [slot.transfer]
+                slot.flat, group.memory.files, slot.free, follows
             )
             stop = group.weight_bytes
+        assert slot.transfer is not None
         self._report(group, cause, slot.transfer, stop)
 
     def _let_pass(self, before: Transfer | None) -> None:

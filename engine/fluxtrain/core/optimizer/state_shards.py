@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fluxtrain.core.memory.group import Group
 from fluxtrain.core.memory.segment import MASTERS, Member
+from fluxtrain.core.ranks.shares import Shares
 from fluxtrain.core.runtime.context import Context
 from fluxtrain.errors import BadInput
 from fluxtrain.plan.states import StateFormat
@@ -66,10 +68,15 @@ def state_shards(context: Context) -> Iterator[tuple[str, dict[str, Tensor]]]:
 
     Waits for updates first. On the host the tensors are views of the arenas: write them out before
     the next optimizer step. Loose parameters have a shard of their own.
+
+    Of groups that several processes share, rank 0 gets copies, one group at a time; the others,
+    which must take all shards too, get empty ones.
     """
     context.flush()
     for group in context.groups:
-        if group.trained:
+        if group.trained and group.shares is not None:
+            yield group.name, _gathered(group, group.shares)
+        elif group.trained:
             yield group.name, _group_tensors(group)
     if context.loose:
         yield _LOOSE, {str(i): p.detach().cpu() for i, p in enumerate(context.loose)}
@@ -116,6 +123,8 @@ def load_state_shard(context: Context, name: str, tensors: dict[str, Tensor]) ->
             _copy(group.memory.views[member.index], tensors, f"{member.name}.{_BITS}", name)
             member.write_version = member.parameter._version
             _load_state(context, group, member, tensors)
+    if group.shares is not None:
+        group.memory.forget_others(group.shares)
     group.weights_changed(frozen=False)
 
 
@@ -153,6 +162,27 @@ def _group_tensors(group: Group) -> dict[str, Tensor]:
             tensors[f"{member.name}.{_STEP}"] = torch.tensor([member.step])
             for key, view in _states(member).items():
                 tensors[f"{member.name}.{key}"] = view
+    return tensors
+
+
+def _gathered(group: Group, shares: Shares) -> dict[str, Tensor]:
+    """Return the tensors of a group on rank 0, with what each process is home to; a collective."""
+    tensors: dict[str, Tensor] = {}
+    for segment in group.trained:
+        assert segment.weights is not None
+        flats = {"weights": segment.weights, **segment.states()}
+        whole: dict[str, Any] = {
+            name: shares.at_first(flat, segment.elements) for name, flat in flats.items()
+        }
+        if not shares.ranks.is_first:
+            continue
+        there = replace(segment, **whole)
+        for member in segment.members:
+            one = replace(member, segment=there)
+            tensors[f"{member.name}.{_BITS}"] = one.slice(there.stored_weights())
+            if group.has_state:
+                tensors[f"{member.name}.{_STEP}"] = torch.tensor([member.step])
+                tensors |= {f"{member.name}.{key}": view for key, view in _states(one).items()}
     return tensors
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, distributed
 
 from fluxtrain.core.ranks.join import ALONE, Ranks
+from fluxtrain.core.ranks.shares import Shares, gather_
 from fluxtrain.errors import MisusedModel
 
 if TYPE_CHECKING:
@@ -33,12 +34,15 @@ class Exchange:
         *,
         sums: bool = False,
         order: Order = "fast",
+        shares: bool = False,
     ) -> None:
-        """order: `fixed` adds in the order of ranks, `fast` as the backend's all_reduce does."""
+        """order: `fixed` adds in the order of ranks, `fast` as the backend's all_reduce does.
+        shares: each rank is home to a part of each block's weights and states."""
         self.ranks, self._order = ranks, order
         self._factor = 1.0 if sums else 1.0 / ranks.world
         several = ranks.world > 1
         self._group: Any = ranks.device_group(device) if several and device is not None else None
+        self.shares = Shares(ranks, self._group) if several and shares else None
         self.last_pass = True  # of a step: earlier ones keep their gradients on this rank
         self._waits: Callable[[], bool] = lambda: False  # for another pass, as a DDP says
         self._kept = False  # gradients of this rank alone wait for a pass that exchanges
@@ -89,8 +93,9 @@ class Exchange:
     def reduce_on_host(self, flat: Tensor) -> None:
         """Do what `reduce` does with host memory, of any float dtype."""
         parts = [torch.empty_like(flat) for _ in range(self.ranks.world)]
-        distributed.all_gather(parts, flat, group=self.ranks.host)
-        flat.copy_(added(parts).mul_(self._factor))
+        sent = [part.view(-1).view(torch.uint8) for part in (flat, *parts)]  # of any dtype
+        distributed.all_gather(sent[1:], sent[0], group=self.ranks.host)
+        flat.copy_(added([part.float() for part in parts]).mul_(self._factor))
 
     def numbers(self, values: Tensor) -> Tensor:
         """Return the sum or mean over ranks of numbers (n,) fp32 on the device, such as losses."""
@@ -134,10 +139,6 @@ class Exchange:
         mine = added(list(arrived.view(world, each)))
         gather_(sent, mine, group=self._group)
         piece.copy_(sent[:count])
-
-
-# torch 2.13 has a new name for it, and warns of the old one
-gather_ = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 
 
 def added(parts: list[Tensor]) -> Tensor:

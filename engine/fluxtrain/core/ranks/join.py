@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import distributed
 
+from fluxtrain.core.ranks.cores import bind
 from fluxtrain.errors import BadInput, FluxTrainError, MisusedModel, RankLost
 
 T = TypeVar("T")
@@ -150,7 +151,8 @@ def joined() -> Ranks:
 def join_launched() -> Ranks:
     """Join the processes that a launcher has started, by its variables; without one be alone.
 
-    A rank's GPU is made torch's current one. Raises BadInput for a lack of variables.
+    A rank's GPU is made torch's current one, and it keeps to its share of the cores. Raises
+    BadInput for a lack of variables.
     """
     if launched_world() == 1 or world_size() > 1:
         return joined()
@@ -166,7 +168,10 @@ def join_launched() -> Ranks:
         torch.cuda.set_device(gpu_of_rank(torch.cuda.device_count()))
     backend = "cpu:gloo,cuda:nccl" if has_gpu else "gloo"
     distributed.init_process_group(backend, timeout=LONGEST_WAIT)
-    return joined()
+    ranks = joined()
+    if threads := bind(ranks.local_rank, ranks.local_world):
+        torch.set_num_threads(threads)
+    return ranks
 
 
 def gpu_of_rank(there: int) -> int:

@@ -16,10 +16,10 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ from fluxtrain.core.gradients.host_gradients import Arrival
 from fluxtrain.core.memory.group import Group
 from fluxtrain.core.memory.segment import Member, Segment
 from fluxtrain.core.memory.states_on_disk import Piece
+from fluxtrain.core.ranks.shares import Shares
 from fluxtrain.core.updates.norm import GradNorm
 from fluxtrain.errors import Diverged
 
@@ -114,7 +115,7 @@ class Updates:
         copied, group.jobs.saving = group.jobs.saving, None  # this update waits for it
         if group.is_on("device", "state"):
             self._copies.wait_for(copied)
-        unwritten = group.memory.ensure_state()
+        unwritten = _at_home(group, group.memory.ensure_state())
         work = ranges(group, hypers)
         group.weights_changed(frozen=False)
         if group.is_on("device", "state"):
@@ -348,7 +349,29 @@ def ranges(group: Group, hypers: dict[int, Hyper]) -> list[Range]:
             stop = member.offset + member.count
         if how is not None:
             found.append(Range(segment, segment.gradient, start, stop, *how))
-    return found
+    return found if group.shares is None else list(_of_this_process(found, group.shares))
+
+
+def _of_this_process(work: Iterable[Range], shares: Shares) -> Iterator[Range]:
+    for part in work:
+        for first, last in shares.own(part.segment.elements):
+            start, stop = max(part.start, first), min(part.stop, last)
+            if start < stop:
+                yield replace(part, start=start, stop=stop)
+
+
+def _at_home(group: Group, states: list[Tensor]) -> list[Tensor]:
+    """Return the parts of state tensors that this process is home to."""
+    shares = group.shares
+    if shares is None:
+        return states
+    return [
+        part
+        for segment in group.trained
+        for flat in segment.states().values()
+        if any(flat is one for one in states)
+        for part in shares.own_parts(flat, segment.elements)
+    ]
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,13 @@ from fluxtrain.events.events import MemorySampled, Move, ResidencySampled
 class Engine(Context):
     """Streams one model's blocks; see `fluxtrain.wrap`."""
 
-    in_lockstep = False  # ranks may compute more often than others
     adapters: tuple[str, ...] = ()  # names of peft's in the model that was wrapped
     again: Callable[[nn.Module], None]  # wraps the model once more, with what was put into it
+
+    @property
+    def in_lockstep(self) -> bool:
+        """Return whether each rank must compute as often as the others, which send it weights."""
+        return self.exchange.shares is not None
 
     # -- a step ------------------------------------------------------------------------------------
 

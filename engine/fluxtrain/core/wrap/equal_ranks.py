@@ -11,6 +11,7 @@ from fluxtrain.core.memory.group import Group
 from fluxtrain.core.ranks.join import Ranks
 from fluxtrain.core.runtime.context import Context
 from fluxtrain.errors import BadInput
+from fluxtrain.plan.group_placement import KINDS, GroupPlacement
 
 _ANOTHER = "every process must wrap the same model"
 
@@ -38,6 +39,36 @@ def make_equal(context: Context) -> None:
             context.say("trained weights differed between processes: those of rank 0 are taken")
     for parameter in context.loose:
         _broadcast(parameter.detach(), ranks)
+
+
+def share_out(context: Context) -> None:
+    """Leave to other ranks what they are home to, of the blocks that live on the host."""
+    shares = context.exchange.shares
+    for group in context.groups:
+        if shares is not None and is_shared(group.placement):
+            group.share_out(shares)
+
+
+def is_shared(row: GroupPlacement) -> bool:
+    """Return whether processes that share weights share those of this row."""
+    return row.kind == "block" and all(row.is_on("host", kind) for kind in KINDS)
+
+
+def collect_weights(context: Context) -> None:
+    """Give rank 0 the weights of all ranks, for what it does alone at the end."""
+    shares = context.exchange.shares
+    if shares is None:
+        return
+    context.flush()
+    for group in context.groups:
+        for segment in group.segments if group.shares is not None else ():
+            assert segment.weights is not None
+            found = shares.at_first(segment.weights, segment.stored[1])
+            if found is not None:
+                segment.weights.copy_(found)
+    shares.ended = True
+    for group in context.groups:
+        group.weights_changed(frozen=True)
 
 
 def _shape_of(context: Context) -> str:

@@ -41,7 +41,7 @@ from fluxtrain.core.wrap.adapters import adapters_of, refuse_late, take_magnitud
 from fluxtrain.core.wrap.bitsandbytes_layers import give_back_quantised, take_over_quantised
 from fluxtrain.core.wrap.block_discovery import Parts, take_apart
 from fluxtrain.core.wrap.engine import Engine, engine_of
-from fluxtrain.core.wrap.equal_ranks import make_equal
+from fluxtrain.core.wrap.equal_ranks import is_shared, make_equal, share_out
 from fluxtrain.core.wrap.grouping import Borrowed, group_parameters, head_linear, model_facts
 from fluxtrain.core.wrap.module_patches import (
     ancestors,
@@ -209,6 +209,7 @@ def _put_engine(
         choose_recompute(engine)
         _put_on(engine, model, parts)
         make_equal(engine)
+        share_out(engine)
     engine.adapters = adapters_of(model)
     how: dict[str, Any] = {"overlap": overlap, "exchange": exchange}
     engine.again = partial(_again, devices, asked, states, frozen, **how)
@@ -336,7 +337,8 @@ def _load_groups(
     ever exists."""
     engine.groups += [g for g in groups.values() if g.members]
     for group, row in zip(engine.groups, engine.plan.groups, strict=True):
-        pin = engine.device.pins and not row.is_on("device")
+        shared = engine.exchange.shares is not None and is_shared(row)
+        pin = engine.device.pins and not row.is_on("device") and not shared
         device = engine.cards[row.card].torch_device
         group.place(row, device, pin=pin, spill=engine.spill, kept=kept, drops=drops)
         engine.owners[group] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fluxtrain.config.cadence import Cadence
+from fluxtrain.core.ranks.join import ALONE
 from fluxtrain.errors import BadInput, DoesNotFit, FluxTrainError, NoSpace
 from fluxtrain.events.emitter import Announcer
 from fluxtrain.events.events import CheckpointWritten
@@ -100,6 +102,7 @@ class CheckpointWriter:
         self.budget_bytes = budget_bytes
         self._state_bytes = 0  # of a checkpoint, once it is known
         self._chunk_rows_set = chunk_rows
+        self.together = ALONE  # the ranks that share the weights
         self.generation: dict[str, Any] = {}  # settings that training has set, for an export
         self._under_way: BackgroundWrite | None = None
         self._memory: CopyMemory | None = None
@@ -151,10 +154,13 @@ class CheckpointWriter:
         written; the previous checkpoint stays the last one. BadInput: see `Holding.look`.
         """
         self.finish()
-        if (standing := self._standing(state.step)) is not None:
-            return standing
-        write = partial(self._write_again, state, engine, data)
-        return write() if self._disk is None else self._disk.until_written(write)
+        try:
+            if (standing := self._standing(state.step)) is not None:
+                return standing
+            write = partial(self._write_again, state, engine, data)
+            return write() if self._disk is None else self._disk.until_written(write)
+        finally:
+            self.together.of_first(False)  # the other ranks go on
 
     def save(
         self, state: RunState, engine: Engine, data: Cursor, *, background: bool = True
@@ -307,7 +313,12 @@ class CheckpointWriter:
         self._make_room(engine, state.best_step)
         content = self._content(state, engine, data)
         with engine.device.recorder.working("disk", "checkpoint", f"step {state.step}"):
-            written = write_checkpoint(self._root, state.step, self._shards(engine), content)
+            self.together.of_first(True)  # the other ranks send what they are home to
+            shards = self._shards(engine)
+            try:
+                written = write_checkpoint(self._root, state.step, shards, content)
+            finally:
+                deque(shards, maxlen=0)  # also where it failed: they send all
         self._prune(state.step, state.best_step)
         self._note(written, time.monotonic() - started_s, None)
         return written

@@ -326,11 +326,11 @@ def dial_choice(config: RunConfig, device: str, *, timed: bool) -> tuple[ChoiceM
     return (ChoiceMade(name="placement.aggressiveness", value=str(asked), because=because),)
 
 
-def as_it_is_now(machine: Machine, given_back_bytes: int, sharing: int = 1) -> Machine:
+def as_it_is_now(machine: Machine, given_back_bytes: int, share: float = 1.0) -> Machine:
     """Return `machine` with the host memory available now, after loading, plus the memory that
-    this process is about to free; as many processes of the run as `sharing` share the first."""
+    this process is about to free; of the first it may take a `share`."""
     left = read_machine(gpus=Gpus(gpus=(), driver=None, reason="not asked")).memory_available_bytes
-    available = None if left is None else max(0, left // sharing + given_back_bytes)
+    available = None if left is None else max(0, int(left * share) + given_back_bytes)
     return msgspec.structs.replace(machine, memory_available_bytes=available)
 
 
@@ -414,7 +414,13 @@ def wrapped(
     if device == "cuda" and first is not None:
         torch.cuda.set_device(first)  # where embedding, head and what stands between blocks are
     here = torch.device(device)  # torch's current GPU
-    how["exchange"] = Exchange(ranks, here, sums=True, order=config.parallel.order)
+    how["exchange"] = Exchange(
+        ranks,
+        here,
+        sums=True,
+        order=config.parallel.order,
+        shares=config.parallel.params == "shard",
+    )
     try:
         streamed = wrap_placed(loaded.model, device, placement, cards=cards, **how)
     except torch.OutOfMemoryError as error:
