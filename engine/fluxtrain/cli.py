@@ -211,8 +211,13 @@ def inspect(
     """
     chosen = _named_config("inspect", config, demo, overrides_of(sets, None, None))
     with Importing():
-        from fluxtrain.commands import inspection
+        from fluxtrain.commands import inspection, pairs_inspection
+        from fluxtrain.models.model_files import is_pipeline
 
+    if is_pipeline(chosen.model.path):
+        pairs = pairs_inspection.inspect_pairs(chosen, whole)
+        print_json(pairs) if json else say(pairs_inspection.page(pairs))
+        return
     found = inspection.inspect(chosen, whole)
     if json:
         print_json(found)

@@ -22,7 +22,7 @@ from fluxtrain.methods.image.method import read_data
 from fluxtrain.methods.method import method_of
 from fluxtrain.models import loading
 from fluxtrain.models.loading import ModelSource
-from fluxtrain.models.pipeline import load_transformer, open_pipeline
+from fluxtrain.models.pipeline import open_pipeline, open_transformer
 from fluxtrain.train.placing.row_length import with_row_length
 from tests.engine.images import PAIRS, Images
 
@@ -141,7 +141,7 @@ def test_settings_of_text_are_refused(images: Images, tmp_path: Path) -> None:
 
 def test_the_head_is_no_target(images: Images) -> None:
     source = ModelSource(path=str(images.pipeline))
-    model = load_transformer(open_pipeline(source.path), source, weightless=True).model
+    model = open_transformer(open_pipeline(source.path), source).model
     with pytest.raises(BadInput, match=r"'proj_out' also names proj_out.*single_transformer"):
         find_layers(model, ["proj_out"])
     with pytest.raises(BadInput, match="called 'q_proj'"):

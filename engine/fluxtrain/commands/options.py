@@ -263,6 +263,25 @@ SlotRank = Annotated[int, typer.Option("--slot-rank", help="the largest rank of 
 DrawSeed = Annotated[int | None, typer.Option("--seed", help="draw the same tokens each time")]
 SystemWords = Annotated[str, typer.Option("--system", help="begin conversations with this")]
 Plain = Annotated[bool, typer.Option("--plain", help="continue text, without the chat template")]
+
+# -- of sample -------------------------------------------------------------------------------------
+
+Words = Annotated[str, typer.Option("--prompt", metavar="TEXT", help="what should change")]
+Reference = Annotated[
+    Path | None,
+    typer.Option("--reference", metavar="FILE", help="the picture to change; none: words alone"),
+]
+Picture = Annotated[
+    Path, typer.Option("--to", parser=folder_of, metavar="FILE", help="the PNG file to write")
+]
+SampleSteps = Annotated[
+    int | None, typer.Option("--steps", min=1, help="of the sampler; else image.sample_steps")
+]
+Guidance = Annotated[
+    float | None, typer.Option("--guidance", min=0, help="else image.sample_guidance")
+]
+ImageSeed = Annotated[int, typer.Option("--seed", min=0, help="of the noise it starts from")]
+Show = Annotated[bool, typer.Option("--show", help="draw it in the terminal, too")]
 JsonLines = Annotated[
     bool, typer.Option("--json", help="read and write a JSON object a line, for programs")
 ]

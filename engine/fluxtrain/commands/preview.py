@@ -24,11 +24,12 @@ from fluxtrain.events.run_folder.run_dir import runs_root
 from fluxtrain.machine.machine import read_machine
 from fluxtrain.measure.measured_constants import Constants, known_constants
 from fluxtrain.measure.probe.probe import Report, probe
+from fluxtrain.methods.image.method import planned_pairs
 from fluxtrain.methods.method import method_of, usual_rate
 from fluxtrain.methods.text_task import counted, read_as
 from fluxtrain.models.copies import Copied
 from fluxtrain.models.isolation import takes_positions
-from fluxtrain.models.loading import ModelSource, open_empty
+from fluxtrain.models.model_files import is_pipeline
 from fluxtrain.plan.facts import Capacity, ModelFacts
 from fluxtrain.plan.machine_file import PlannedMachine
 from fluxtrain.plan.placement import Placement
@@ -95,7 +96,14 @@ def preview(
             in_backward=optimizer_in_backward(config, facts),
         )  # fmt: skip
     facts = constants.applied(facts)
-    rows, read = _rows_and_form(config, first, packs=takes_positions(model))
+    of_images = is_pipeline(config.model.path)
+    if of_images:
+        pairs = planned_pairs(config)
+        rows, read, told = pairs.rows, pairs.choices, pairs.notes
+    else:
+        rows, read = _rows_and_form(config, first, packs=takes_positions(model))
+        told = _told(config, first)
+    estimated = not of_images and _is_estimate(first)
     disk = elsewhere.disk if elsewhere else disk_room(run_dir or runs_root())
     placement = decide(
         config, facts, machine, device.value,
@@ -113,7 +121,7 @@ def preview(
         config.train,
         steps_per_epoch=max(1, -(-rows // (placement.batch_rows * config.train.accumulation))),
         usual_rate=usual_rate(config),
-        estimated=_is_estimate(first),
+        estimated=estimated,
     )
     snapshot = snapshot_of(config, facts, placement, where.host_available_bytes)
     forecast = forecast_of(config, facts, placement, where, constants)
@@ -134,8 +142,7 @@ def preview(
         sequence_length=config.data.row_tokens,
         notes=(
             *schedule.told,
-            *(first.told(config.data.row_tokens) if first else ()),
-            *(first.few_held_out(config.data) if first else ()),
+            *told,
             *([_NO_CARDS] if placement.told_cards and not where.has_gpu else ()),
         ),
         fitting_share=fit.share if fit else None,
@@ -149,7 +156,7 @@ def preview(
         disk_bytes=forecast.disk_bytes,
         checkpoint_bytes=forecast.checkpoint_bytes,
         estimated_rows=rows,
-        rows_estimated=_is_estimate(first),
+        rows_estimated=estimated,
         steps=steps,
         machine=elsewhere.line if elsewhere else machine.line(),
         predicted=forecast.time(steps),
@@ -194,6 +201,13 @@ def _rows_and_form(
     return rows, (read_as(corpus),) if corpus else ()
 
 
+def _told(config: RunConfig, first: FirstSamples | None) -> tuple[str, ...]:
+    """Return notes on the first samples for a person."""
+    if first is None:
+        return ()
+    return (*first.told(config.data.row_tokens), *first.few_held_out(config.data))
+
+
 def _is_estimate(first: FirstSamples | None) -> bool:
     return first is None or not first.is_all
 
@@ -217,7 +231,7 @@ def _first_samples(
 ) -> tuple[RunConfig, FirstSamples | None, tuple[ChoiceMade, ...]]:
     """Look at the first samples, and choose the length of rows; a folder that is planned for
     another machine may lack its tokenizer."""
-    if config.data.path == DEMO:
+    if config.data.path == DEMO or is_pipeline(config.model.path):
         config, chosen = with_row_length(config)
         return config, None, chosen
     try:
@@ -302,12 +316,13 @@ def _empty_model(
         capability = card_capability(device)
     else:
         capability = elsewhere.capability if device == "cuda" else None
-    source = ModelSource.of(config.model, capability)
-    empty = open_empty(source, weightless=elsewhere is not None)
+    method = method_of(config)
+    empty = method.open_empty(config, capability, weightless=elsewhere is not None)
     model = empty.model
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    check_sequence_length(config.data.row_tokens, positions)
-    targets = method_of(config).prepare(model, config)
+    if not is_pipeline(config.model.path):
+        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        check_sequence_length(config.data.row_tokens, positions)
+    targets = method.prepare(model, config)
     return model, (dtype_choice(empty.precision), *targets), empty.copied
 
 

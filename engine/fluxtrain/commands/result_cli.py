@@ -1,6 +1,9 @@
-"""The commands about what was trained: `fluxtrain evaluate`, `generate` and `compare`."""
+"""The commands that use what was trained: evaluate, generate, sample and compare."""
 
 from __future__ import annotations
+
+import shutil
+from pathlib import Path
 
 import typer
 
@@ -15,6 +18,7 @@ def register(app: typer.Typer, epilog: str) -> None:
     app.command(epilog=epilog)(evaluate)
     app.command(epilog=epilog)(generate)
     app.command(epilog=epilog)(compare)
+    app.command(epilog=epilog)(sample)
 
 
 def evaluate(  # noqa: PLR0913, PLR0917 - typer reads the options from the signature
@@ -158,3 +162,36 @@ def compare(
         print_json(rows)
     else:
         say(comparison.table(rows))
+
+
+def sample(  # noqa: PLR0913, PLR0917 - as above
+    run: options.Named,
+    prompt: options.Words,
+    reference: options.Reference = None,
+    to: options.Picture = Path("sample.png"),
+    steps: options.SampleSteps = None,
+    guidance: options.Guidance = None,
+    seed: options.ImageSeed = 0,
+    show: options.Show = False,
+    device: options.Device = None,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Make an image with the model of an image run, from a picture and words."""
+    if not prompt.strip():
+        raise BadInput("--prompt is empty: say what should change")
+    with Importing():
+        from fluxtrain.results.image_sampling import SampleRequest, half_blocks
+        from fluxtrain.results.image_sampling import sample as made
+
+    request = SampleRequest(
+        run=run, prompt=prompt, reference=reference, to=to, steps=steps, guidance=guidance,
+        seed=seed, device=device,
+    )  # fmt: skip
+    found = made(request, silent if json else complain)
+    if json:
+        print_json(found)
+        return
+    if show:
+        say(half_blocks(to, shutil.get_terminal_size().columns))
+    say(f"{found.path}: {found.width} x {found.height} pixels in {found.seconds:.1f} s")

@@ -23,7 +23,13 @@ from fluxtrain.methods.text_task import Tell, Waits, text_task
 from fluxtrain.models.beside import write_adapter_files
 from fluxtrain.models.copies import Copied
 from fluxtrain.models.export import save_model, try_saving, try_saving_model
-from fluxtrain.models.loading import LoadedModel, ModelSource, load_model
+from fluxtrain.models.loading import (
+    EmptyModel,
+    LoadedModel,
+    ModelSource,
+    load_model,
+    open_empty,
+)
 from fluxtrain.models.model_files import is_pipeline
 from fluxtrain.models.precision import Capability
 from fluxtrain.plan import states
@@ -64,6 +70,14 @@ class Method(Protocol):
         `fits` is called before the weights are read. `capability` is the compute capability of the
         card, None without one; `tell` and `waits` are as for `task`. Raises DoesNotFit from `fits`,
         and BadInput where files need a repair.
+        """
+
+    def open_empty(
+        self, config: RunConfig, capability: Capability | None, *, weightless: bool = False
+    ) -> EmptyModel:
+        """Make the model that `load` returns on the meta device.
+
+        weightless: a folder without weights will do. Raises BadInput where a file is missing.
         """
 
     def row_facts(self, config: RunConfig, model: Any) -> RowFacts:
@@ -123,6 +137,12 @@ class _TextMethod:
         )
         use_template(loaded.tokenizer, config.data.chat_template)
         return loaded
+
+    def open_empty(
+        self, config: RunConfig, capability: Capability | None, *, weightless: bool = False
+    ) -> EmptyModel:
+        """Make a language model without its weights."""
+        return open_empty(ModelSource.of(config.model, capability), weightless=weightless)
 
     def row_facts(self, config: RunConfig, model: Any) -> RowFacts:
         """Describe a packed row of tokens."""

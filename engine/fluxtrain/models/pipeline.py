@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,9 @@ from fluxtrain.files.atomic import read_json
 from fluxtrain.models.copies import Copied
 from fluxtrain.models.demo_pipeline import demo_folder
 from fluxtrain.models.export import save_folder
-from fluxtrain.models.loading import ModelSource, check_finite
+from fluxtrain.models.loading import EmptyModel, ModelSource, check_finite
 from fluxtrain.models.model_files import IMAGE_DEMO, PIPELINE_INDEX, safetensors_header
-from fluxtrain.models.precision import Precision, choose_dtype
+from fluxtrain.models.precision import choose_dtype
 from fluxtrain.models.quiet import quiet_diffusers
 
 PARTS = (
@@ -44,14 +43,6 @@ class PipelineFolder:
     def weights(self) -> tuple[Path, ...]:
         """Return the files of the transformer's weights."""
         return weights_of(self.folder / "transformer")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transformer:
-    """The part that is trained."""
-
-    model: Any  # a FluxTransformer2DModel
-    precision: Precision
 
 
 def open_pipeline(path: str) -> PipelineFolder:
@@ -101,60 +92,52 @@ def weights_of(folder: Path) -> tuple[Path, ...]:
     return tuple(file for file in files if not named or file.name in named)
 
 
-def load_transformer(
-    pipeline: PipelineFolder,
-    source: ModelSource,
-    fits: Callable[[Any, Copied], None] | None = None,
-    *,
-    packed_elements: int | None = None,
-    weightless: bool = False,
-) -> Transformer:
-    """Load the transformer on the CPU, or, `weightless`, on the meta device.
+def open_transformer(pipeline: PipelineFolder, source: ModelSource) -> EmptyModel:
+    """Make the transformer without its weights, in the dtype of its training.
 
-    `fits` and `packed_elements` are those of `load_model`. Raises BadInput for files that are
-    missing, damaged, or of another shape than their configuration.
+    Raises BadInput for files that are missing, damaged, or of another shape than their
+    configuration.
     """
-    with quiet_diffusers():
-        return _load(pipeline, source, fits, packed_elements, weightless)
-
-
-def _load(
-    pipeline: PipelineFolder,
-    source: ModelSource,
-    fits: Callable[[Any, Copied], None] | None,
-    packed_elements: int | None,
-    weightless: bool,
-) -> Transformer:
-    from diffusers import FluxTransformer2DModel
-
     folder = pipeline.folder / "transformer"
-    settings = read_json(folder / "config.json", follow=True)
-    if settings is None:
-        raise BadInput(f"{folder / 'config.json'} is missing or no JSON: download it again")
     headers = {file: safetensors_header(file) for file in pipeline.weights}
     stored = Counter(t["dtype"] for header in headers.values() for t in header.values())
     usual = _DTYPES.get(stored.most_common(1)[0][0], "other")
     precision = choose_dtype(source.dtype, usual, source.capability)
-    with torch.device("meta"):
-        try:
-            model: Any = FluxTransformer2DModel.from_config(settings)
-        except (TypeError, ValueError) as error:
-            raise BadInput(
-                f"{folder / 'config.json'} makes no FLUX transformer: {error}"
-            ) from error
-    model.to(getattr(torch, precision.dtype))
+    with quiet_diffusers():
+        model = _on_meta(folder).to(getattr(torch, precision.dtype))
     _check_shapes(folder, model, headers)
-    if fits is not None:
-        converts = precision.dtype != usual
-        fits(model, Copied(weights_bytes=sum(p.nbytes for p in model.parameters()) * converts))
-        with torch.device("meta"):  # `fits` may have added adapters
-            model = FluxTransformer2DModel.from_config(settings)
-    if not weightless:
-        model.load_state_dict(_tensors(pipeline.weights, precision.dtype), assign=True)
-        model.requires_grad_(True)
-        check_finite(model, str(folder), packed_elements)
-    model.train()
-    return Transformer(model=model, precision=precision)
+    converts = precision.dtype != usual
+    copied = Copied(weights_bytes=sum(p.nbytes for p in model.parameters()) * converts)
+    return EmptyModel(model=model, precision=precision, copied=copied, files=None)
+
+
+def load_transformer(
+    pipeline: PipelineFolder, empty: EmptyModel, *, packed_elements: int | None = None
+) -> Any:
+    """Load the transformer that `empty` describes on the CPU, its weights mapped from their files.
+
+    Matrices of `packed_elements` and more are not read now. Raises BadInput for weights that are
+    not finite.
+    """
+    folder = pipeline.folder / "transformer"
+    model = _on_meta(folder)
+    model.load_state_dict(_tensors(pipeline.weights, empty.precision.dtype), assign=True)
+    model.requires_grad_(True)
+    check_finite(model, str(folder), packed_elements)
+    return model.train()
+
+
+def _on_meta(folder: Path) -> Any:
+    settings = read_json(folder / "config.json", follow=True)
+    if settings is None:
+        raise BadInput(f"{folder / 'config.json'} is missing or no JSON: download it again")
+    with quiet_diffusers(), torch.device("meta"):
+        from diffusers import FluxTransformer2DModel
+
+        try:
+            return FluxTransformer2DModel.from_config(settings).train()
+        except (TypeError, ValueError) as error:
+            raise BadInput(f"{folder / 'config.json'} makes no FLUX model: {error}") from error
 
 
 def _tensors(files: tuple[Path, ...], dtype: str) -> dict[str, torch.Tensor]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.errors import BadInput
 from fluxtrain.events.run_folder.run_dir import RunDir, find_run
+from fluxtrain.models.model_files import is_pipeline
 from fluxtrain.plan.states import PACKED_FORMATS, StorageFormat
 from fluxtrain.results.adapter.chosen_base import UseRequest, refuse_unknown
 from fluxtrain.results.from_checkpoint import RunCheckpoint, find_checkpoint
@@ -100,6 +101,7 @@ def find_model(named: str, step: int | None = None) -> FoundModel:
         return _of_run(RunDir(find_run(named)), step)
     if step is not None:
         raise BadInput(f"--step is of a run's checkpoints, and {named} is no run: leave it out")
+    refuse_images(named, named)
     if (path / "config.json").is_file():
         return FoundModel(path=str(path), **_run_around(path))
     if (path / _ADAPTER).is_file():
@@ -107,8 +109,18 @@ def find_model(named: str, step: int | None = None) -> FoundModel:
     return FoundModel(path=named)
 
 
+def refuse_images(model_path: str, named: str) -> None:
+    """Raise BadInput where a model makes images, which text commands cannot use."""
+    if is_pipeline(model_path):
+        raise BadInput(
+            f"{named} makes images: `fluxtrain sample RUN --reference FILE --prompt TEXT` uses "
+            "its model, and `model/` in the run is what other programs load as it is"
+        )
+
+
 def _of_run(run_dir: RunDir, step: int | None) -> FoundModel:
     config = stored_config(run_dir)
+    refuse_images(config.model.path, str(run_dir.path))
     whole = config.method.name == "full"
     if step is None and (run_dir.model / ("config.json" if whole else _ADAPTER)).is_file():
         if not whole:

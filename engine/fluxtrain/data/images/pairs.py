@@ -275,13 +275,13 @@ def _checked(
             )
     pictures = []
     for path in (found.image, *found.references):
-        picture = Picture(path, _named(path, _digest))
+        picture = _named(path, picture_of)
         if not is_known(picture, bucket):
             _named(path, decode)
         pictures.append(picture)
     mask = None
     if found.mask is not None:
-        mask = Picture(found.mask, _named(found.mask, _digest))
+        mask = _named(found.mask, picture_of)
         _named(found.mask, lambda path: mask_weights(path, bucket))
     return Pair(
         image=pictures[0], references=tuple(pictures[1:]), prompt=found.prompt, mask=mask,
@@ -297,6 +297,10 @@ def _named(path: Path, look: Callable[[Path], Any]) -> Any:
         raise BadPicture(f"{path.name} {error}") from None
 
 
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def picture_of(path: Path) -> Picture:
+    """Read a file's digest. Raises BadPicture where it is missing."""
+    try:
+        with path.open("rb") as file:
+            return Picture(path, hashlib.file_digest(file, "sha256").hexdigest())
+    except OSError as error:
+        raise BadPicture(f"cannot be read ({error.strerror})") from None

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from fluxtrain.data.images.buckets import MULTIPLE, Bucket
 from fluxtrain.errors import BadInput
+from fluxtrain.files.atomic import whole_file
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
@@ -70,6 +71,13 @@ def mask_weights(path: Path, bucket: Bucket) -> npt.NDArray[np.float32]:
     if not weights.any():
         raise BadPicture("is black all over, so nothing of the image would be learned")
     return weights / np.float32(255)
+
+
+def save_png(picture: Any, path: Path) -> None:
+    """Write a picture, with its folder. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as file:
+        picture.save(file, format="PNG")
 
 
 @contextmanager

@@ -101,6 +101,34 @@ class InspectionAnswer(Answer, frozen=True, kw_only=True):
         return self.sampled_share >= 1
 
 
+class PairsInspectionAnswer(Answer, frozen=True, kw_only=True):
+    """The pairs of images of a run, as it will learn them."""
+
+    COMMAND: ClassVar[str] = "inspect"
+
+    path: str
+    layout: str  # how the pairs are named there
+    pairs: int  # trained
+    held_out: int
+    sizes: dict[str, int]  # pairs of each size, as in 1024x1024
+    sequence_length: int  # tokens of the largest pair, with its prompt
+    notes: tuple[str, ...]
+    license: str  # of the model, as its folder says
+    prompts: tuple[str, ...]  # of the pairs on the contact sheet
+    contact_sheet: str  # a PNG file: reference and target of the first pairs
+
+
+class SampleAnswer(Answer, frozen=True, kw_only=True):
+    """An image that a run's model made."""
+
+    COMMAND: ClassVar[str] = "sample"
+
+    path: str  # of the PNG file
+    width: int
+    height: int
+    seconds: float
+
+
 class PeakBytes(msgspec.Struct, frozen=True, kw_only=True):
     """A memory's peak; None is not known."""
 

@@ -20,6 +20,7 @@ from fluxtrain.config.schema import MethodSettings
 from fluxtrain.errors import BadInput, Disagrees
 from fluxtrain.methods.trained_on import TrainedOn
 from fluxtrain.models.export import save_folder
+from fluxtrain.models.quiet import quiet_diffusers
 
 ADAPTER = "default"
 LORA_FILE = "pytorch_lora_weights.safetensors"  # the name that diffusers looks for
@@ -115,3 +116,13 @@ def save_adapter(model: nn.Module, base: TrainedOn, folder: Path) -> int:
             raise Disagrees(f"{folder / LORA_FILE} is not what was written: check the disk")
 
     return save_folder(write, sum(tensor.nbytes for tensor in tensors.values()), folder)
+
+
+def load_adapter(model: Any, folder: Path) -> None:
+    """Put the adapter of `folder` on a transformer, by diffusers' own code. Raises BadInput."""
+    try:
+        with quiet_diffusers():
+            model.load_lora_adapter(folder / LORA_FILE, prefix="transformer")
+    except (OSError, ValueError, RuntimeError) as error:
+        words = " ".join(str(error).split())[:200]
+        raise BadInput(f"{folder / LORA_FILE} cannot be put on the transformer: {words}") from error

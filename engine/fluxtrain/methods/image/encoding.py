@@ -107,6 +107,7 @@ def encode(
         encodings.latents_at(picture, pair.bucket): (picture, pair.bucket)
         for pair in pairs
         for picture in pair.pictures
+        if picture.digest
     }
     prompts = {encodings.words_at(prompt): prompt for prompt in ("", *(p.prompt for p in pairs))}
     new_pictures = {path: what for path, what in pictures.items() if not path.exists()}

@@ -21,12 +21,13 @@ from fluxtrain.methods.image.task import ImageTask, is_uneven, row_tokens, split
 from fluxtrain.methods.trained_on import TrainedOn
 from fluxtrain.models.copies import Copied
 from fluxtrain.models.demo_pipeline import demo_folder
-from fluxtrain.models.loading import LoadedModel, ModelSource
+from fluxtrain.models.loading import EmptyModel, LoadedModel, ModelSource
 from fluxtrain.models.model_files import IMAGE_DEMO, base_key
 from fluxtrain.models.pipeline import (
     PipelineFolder,
     load_transformer,
     open_pipeline,
+    open_transformer,
     save_transformer,
 )
 from fluxtrain.models.precision import Capability
@@ -65,8 +66,7 @@ class _ImageMethod:
     ) -> LoadedPipeline:
         """Check the pairs, encode what is new of them, and then load the transformer."""
         pipeline = open_pipeline(config.model.path)
-        source = ModelSource.of(config.model, capability, config.train.seed)
-        empty = load_transformer(pipeline, source, weightless=True)
+        empty = self.open_empty(config, capability)
         dtype, image = empty.precision.dtype, config.image
         encodings = encodings_of(pipeline, dtype, image.caption_tokens, image.cache)
         pairs, apart = read_data(config, encodings)
@@ -80,17 +80,17 @@ class _ImageMethod:
             encoded()
         else:
             waits(encoded)
+        if fits is not None:
+            fits(empty.model, empty.copied)
         frozen = self.frozen_storage(config.method)
-        found = load_transformer(
-            pipeline, source, fits,
-            packed_elements=None if frozen == "plain" else states.LEAST_PACKED,
-        )  # fmt: skip
+        packed = None if frozen == "plain" else states.LEAST_PACKED
+        model = load_transformer(pipeline, empty, packed_elements=packed)
         return LoadedPipeline(
-            model=found.model,
+            model=model,
             tokenizer=None,  # type: ignore[arg-type] # prompts are encoded already
             name=pipeline.folder.name,
-            config=found.model.config,
-            precision=found.precision,
+            config=model.config,
+            precision=empty.precision,
             packs=False,
             embedding_rows=0,
             max_positions=None,
@@ -102,6 +102,13 @@ class _ImageMethod:
             pairs=pairs,
             held_out=apart,
         )
+
+    def open_empty(
+        self, config: RunConfig, capability: Capability | None, *, weightless: bool = False
+    ) -> EmptyModel:
+        """Make the transformer without its weights, whose headers are read."""
+        source = ModelSource.of(config.model, capability)
+        return open_transformer(open_pipeline(config.model.path), source)
 
     def task(self, config: RunConfig, loaded: LoadedPipeline, *_: object) -> ImageTask:
         """Make the task of predicting the flow from noise to the targets."""
@@ -265,6 +272,23 @@ def data_choices(pairs: Pairs) -> tuple[ChoiceMade, ...]:
             because=f"{len(sizes)} of FLUX.1 Kontext's shapes are nearest to the images'",
         ),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedPairs:
+    """What a plan knows of the pairs before any is encoded."""
+
+    rows: int  # trained in an epoch
+    choices: tuple[ChoiceMade, ...]
+    notes: tuple[str, ...]
+
+
+def planned_pairs(config: RunConfig) -> PlannedPairs:
+    """Count the pairs of an epoch. Raises BadInput as a run does."""
+    pairs, apart = read_data(config)
+    held = 0.0 if apart is not None else config.data.held_out
+    trained, _ = split_pairs(pairs.pairs, held, config.data.seed)
+    return PlannedPairs(rows=len(trained), choices=data_choices(pairs), notes=pairs.notes)
 
 
 def with_pair_length(config: RunConfig) -> tuple[RunConfig, tuple[ChoiceMade, ...]]:

@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.data.images.buckets import Bucket
 from fluxtrain.data.images.pairs import Pair
-from fluxtrain.data.images.pictures import cropped
+from fluxtrain.data.images.pictures import cropped, save_png
 from fluxtrain.errors import Interrupted, is_panic
 from fluxtrain.events.emitter import Announcer
 from fluxtrain.events.events import SampleGenerated
 from fluxtrain.events.run_folder.own_files import SAMPLES
-from fluxtrain.files.atomic import whole_file
 from fluxtrain.machine.failures import first_line
 from fluxtrain.methods.image.encoding import Encodings, load_vae
 from fluxtrain.methods.image.flow import packed, positions
@@ -214,10 +213,3 @@ def beside(pair: Pair, made: Any) -> Any:
     for place, panel in enumerate(panels):
         whole.paste(panel, (place * width, 0))
     return whole
-
-
-def save_png(picture: Any, path: Path) -> None:
-    """Write a picture, with its folder. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(path) as file:
-        picture.save(file, format="PNG")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -184,13 +184,16 @@ def decide(  # noqa: PLR0913 - each is a fact of its own
     homes: dict[str, Any] = {"disk": disk, "spill": spill_home(config, per_s, runs_in, here=here)}
     if cards is None:
         alone = capacity or capacity_of(machine, device)
-        placement = place(facts, alone, asked, rates=first, share=share, **homes)
+        with adapters_as_cure(config):
+            placement = place(facts, alone, asked, rates=first, share=share, **homes)
     else:
         rates = None
         if first is not None and constants is not None:
             known = None if capacity is None else constants.per_s
             rates = rates_of_cards(cards, first, known, timed_on=first_of(config))
-        placement = place(facts, cards, asked, config.parallel, rates=rates, share=share, **homes)
+        homes |= {"rates": rates, "share": share}
+        with adapters_as_cure(config):
+            placement = place(facts, cards, asked, config.parallel, **homes)
     trim_heap()  # what is kept of freed memory is used again: it is no part of the process
     return replace(
         placement,
@@ -202,6 +205,19 @@ def decide(  # noqa: PLR0913 - each is a fact of its own
         process_bytes=max(0, psutil.Process().memory_info().rss - loaded_bytes),
         saving_bytes=saving_bytes(facts, placement.layout) if device == "cuda" else 0,
     )
+
+
+@contextlib.contextmanager
+def adapters_as_cure(config: RunConfig) -> Iterator[None]:
+    """Add to a DoesNotFit of full training that adapters take less."""
+    try:
+        yield
+    except DoesNotFit as error:
+        if config.method.name != "full":
+            raise
+        raise DoesNotFit(
+            f"{error}; or train adapters alone, whose states are small (method.name=lora)"
+        ) from error
 
 
 def disk_home(

@@ -33,7 +33,7 @@ from fluxtrain.plan.guard import (
     refuse_spill,
 )
 from fluxtrain.plan.placement import Placement
-from fluxtrain.train.placing.placing import decide, model_facts_for
+from fluxtrain.train.placing.placing import adapters_as_cure, decide, model_facts_for
 from fluxtrain.units import bytes_text, duration_text, rate_text
 
 if TYPE_CHECKING:
@@ -65,13 +65,6 @@ def refuse_what_does_not_fit(
         written=checkpoints_written(config, steps),
         steps=steps,
     )
-    spill_bytes = sum(group.state_bytes for group in spilled(facts, placement.layout))
-    if spill_bytes and _on_one_disk(placement.spill_folder, disk.path):
-        files = replace(files, spill_bytes=spill_bytes)
-    elif spill_bytes:
-        free_bytes = read_disk(Path(placement.spill_folder)).free_bytes
-        refuse_spill(spill_bytes, placement.spill_folder, free_bytes)
-    refuse_disk(files, disk)
     need = HostNeed(
         lasting_bytes=placement.need.host_bytes,
         loading_bytes=loading_bytes(
@@ -83,7 +76,15 @@ def refuse_what_does_not_fit(
         saving_bytes=placement.saving_bytes + copied.merged_bytes,
         parameters=parameters_of(facts),
     )
-    refuse_host(need, available_bytes, files, disk)
+    with adapters_as_cure(config):
+        spill_bytes = sum(group.state_bytes for group in spilled(facts, placement.layout))
+        if spill_bytes and _on_one_disk(placement.spill_folder, disk.path):
+            files = replace(files, spill_bytes=spill_bytes)
+        elif spill_bytes:
+            free_bytes = read_disk(Path(placement.spill_folder)).free_bytes
+            refuse_spill(spill_bytes, placement.spill_folder, free_bytes)
+        refuse_disk(files, disk)
+        refuse_host(need, available_bytes, files, disk)
 
 
 def _on_one_disk(one: str, other: str) -> bool:
