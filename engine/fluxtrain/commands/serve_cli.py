@@ -31,12 +31,15 @@ def register(app: typer.Typer) -> None:
 
 
 @serve_app.callback()
-def serve(  # noqa: PLR0917 - typer reads the options from the signature
+def serve(  # noqa: PLR0913, PLR0917 - typer reads the options from the signature
     context: typer.Context,
     config: ServeFile = None,
     folder: Folder = None,
     cards: Annotated[
         str | None, typer.Option("--cards", help="GPUs for jobs, one each, such as 0,1")
+    ] = None,
+    inference: Annotated[
+        str | None, typer.Option("--inference", help="yield, beside, off or vllm=URL")
     ] = None,
     host: Annotated[str, typer.Option("--host", help="address to listen at")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: a free one")] = 8199,
@@ -56,7 +59,7 @@ def serve(  # noqa: PLR0917 - typer reads the options from the signature
     if context.invoked_subcommand is not None:
         return
     server = _serving()
-    settings = _settings(config, folder, cards)
+    settings = _settings(config, folder, cards, inference)
     if printed is not None:
         from fluxtrain.serve.deployment import document
 
@@ -119,8 +122,13 @@ def revoke(
     revoke_key(_store(config, folder), key_id)
 
 
-def _settings(config: Path | None, folder: Path | None, cards: str | None = None) -> ServeSettings:
-    from fluxtrain.serve.settings import load_settings
+def _settings(
+    config: Path | None,
+    folder: Path | None,
+    cards: str | None = None,
+    inference: str | None = None,
+) -> ServeSettings:
+    from fluxtrain.serve.settings import load_settings, with_inference
 
     settings = load_settings(config)
     changed: dict[str, object] = {} if folder is None else {"folder": folder}
@@ -129,7 +137,8 @@ def _settings(config: Path | None, folder: Path | None, cards: str | None = None
         if not all(number.isdecimal() for number in numbers):
             raise BadInput(f"--cards is {cards!r}: use numbers with commas, such as 0,1")
         changed["cards"] = tuple(map(int, numbers))
-    return settings.model_copy(update=changed)
+    settings = settings.model_copy(update=changed)
+    return settings if inference is None else with_inference(settings, inference)
 
 
 def _store(config: Path | None, folder: Path | None) -> Store:

@@ -44,6 +44,7 @@ from fluxtrain.serve.registry import (
 from fluxtrain.serve.settings import ServeSettings
 from fluxtrain.serve.store import Store, versions
 from fluxtrain.serve.uploads import content_of, find_file
+from fluxtrain.serve.vllm import VllmWorker
 from fluxtrain.serve.worker import ModelWorker, Said, WorkerModel
 
 PLANS_AT_ONCE = 2
@@ -63,7 +64,12 @@ class Service:
         commands of `fluxtrain`."""
         self.store, self.settings, self._program = store, settings, program
         self.queue = Queue(store, settings, trainer)
-        self.worker = ModelWorker(self._why_no_answer, partial(checked, store), program)
+        check, url = partial(checked, store), settings.vllm_url
+        self.worker = (
+            ModelWorker(self._why_no_answer, check, program)
+            if url is None
+            else VllmWorker(url, settings.slots, settings.slot_rank, check)
+        )
         self.watched = Watched(
             store=store, settings=settings, queue=self.queue, answers=AnswerCounts()
         )
@@ -88,6 +94,8 @@ class Service:
                 task.cancel()
             await run_in_threadpool(self.queue.close)
             await self.worker.leave()
+            if isinstance(self.worker, VllmWorker):
+                await self.worker.close()
             self.store.close()
 
     # -- jobs

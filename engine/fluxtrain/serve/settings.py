@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -71,8 +71,11 @@ class ServeSettings(Section):
     cards: tuple[int, ...] = Field(
         default=(), description="GPUs that jobs get, one each; empty: one job at a time, on all"
     )
-    inference: Literal["yield", "beside", "off"] = Field(
-        default="yield", description="yield: the worker leaves while a job trains"
+    inference: (
+        Literal["yield", "beside", "off"] | Annotated[str, Field(pattern=r"^vllm=https?://\S+$")]
+    ) = Field(
+        default="yield",
+        description="yield: the worker leaves while a job trains; vllm=URL: one answers elsewhere",
     )
     slots: int = Field(default=8, ge=1, le=256, description="adapters that answer at once")
     slot_rank: int = Field(default=64, ge=1, description="the largest rank of these")
@@ -80,6 +83,22 @@ class ServeSettings(Section):
         default=None, gt=0, description="after which files, ended runs and usage are deleted"
     )
     quotas: Quotas = Field(default_factory=Quotas)
+
+    @property
+    def vllm_url(self) -> str | None:
+        """Return the address of the vLLM that answers, if one does."""
+        kind, _, url = self.inference.partition("=")
+        return url if kind == "vllm" else None
+
+
+def with_inference(settings: ServeSettings, inference: str) -> ServeSettings:
+    """Return the settings with another `inference`. Raises BadInput for one that is not known."""
+    try:
+        return ServeSettings.model_validate({**settings.model_dump(), "inference": inference})
+    except ValidationError:
+        raise BadInput(
+            f"--inference is {inference!r}: use yield, beside, off, or vllm=http://HOST:PORT"
+        ) from None
 
 
 def load_settings(path: Path | None) -> ServeSettings:

@@ -124,11 +124,11 @@ class ModelWorker:
                 event = await heard.get() if not worker.why or heard.qsize() else None
                 if event is None:
                     ended = True
-                    raise _try_again(f"the worker ended in mid-answer ({worker.why})")
+                    raise try_again(f"the worker ended in mid-answer ({worker.why})")
                 if isinstance(event, Refused):
                     ended = True
                     refused = worker.refused.pop(named.adapter or "", event)
-                    raise _try_again(refused.message) if refused.later else Refusal(refused.message)
+                    raise try_again(refused.message) if refused.later else Refusal(refused.message)
                 ended = isinstance(event, Answered)
                 yield event
         finally:
@@ -155,12 +155,12 @@ class ModelWorker:
 
     async def _for(self, opened: WorkerModel) -> _Worker:
         if why := self._why_not():
-            raise _try_again(why)
+            raise try_again(why)
         async with self._changing:
             worker = self._worker
             if worker is not None and (worker.opened != opened or worker.why):
                 if worker.waiting and not worker.why:
-                    raise _try_again("the worker answers with another model now")
+                    raise try_again("the worker answers with another model now")
                 await self._close()
                 worker = None
             if worker is None:
@@ -169,7 +169,7 @@ class ModelWorker:
                 await asyncio.wait_for(asyncio.shield(worker.ready), OPEN_LIMIT_S)
             except TimeoutError:
                 await self._close()
-                raise _try_again(f"the model was not open after {OPEN_LIMIT_S:.0f} s") from None
+                raise try_again(f"the model was not open after {OPEN_LIMIT_S:.0f} s") from None
         return worker
 
     async def _begin(self, opened: WorkerModel) -> _Worker:
@@ -186,5 +186,6 @@ class ModelWorker:
         return worker is not None
 
 
-def _try_again(why: str) -> Refusal:
+def try_again(why: str) -> Refusal:
+    """Return the refusal of an ask that can be answered later."""
     return Refusal(why, status=503, code="worker_unavailable", retry_after_s=AGAIN_S)
