@@ -211,8 +211,7 @@ class Queue:
         if time.monotonic() - self._retained_s > RETAIN_PERIOD_S:
             self._retained_s = time.monotonic()
             delete_old(self._store, self._settings.retention_days)
-        self.held = _held(running)
-        self.running = frozenset(row["id"] for row in running)
+        self._note_running(running)
         for row in rows:
             if row in running:
                 continue
@@ -225,7 +224,11 @@ class Queue:
                 if lane is not None and self._has_space(row):
                     self._start(row, lane)
                     running.append({**row, "card": lane})
-                    self.running |= {row["id"]}
+                    self._note_running(running)
+
+    def _note_running(self, rows: list[Mapping[str, Any]]) -> None:
+        self.held = _held(rows)
+        self.running = frozenset(row["id"] for row in rows)
 
     # -- running jobs
 
