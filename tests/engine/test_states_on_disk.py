@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import errno
 import os
+import subprocess
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -339,3 +341,56 @@ def test_folders_that_cannot_hold_states_are_refused(tmp_path: Path) -> None:
     rows = replace(rows, groups=tuple(replace(r, gradients="disk") for r in rows.groups))
     with pytest.raises(BadInput, match="gradients cannot live on disk"):
         wrap_placed(model, "cpu", rows, states="fp32", frozen="plain")
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Callable[[int], tuple[Path, Path]]]:
+    """`mounted(size_bytes)`: a file system of its own, and the file that it lives in."""
+    image, place = tmp_path / "image", tmp_path / "mounted"
+    place.mkdir()
+
+    def make(size_bytes: int) -> tuple[Path, Path]:
+        image.touch()
+        os.truncate(image, size_bytes)
+        commands = (
+            ["mkfs.ext4", "-q", "-O", "^has_journal", str(image)],
+            ["mount", "-o", "loop", str(image), str(place)],
+        )
+        for command in commands:
+            if os.geteuid() or subprocess.run(command, capture_output=True, check=False).returncode:
+                pytest.skip("no file system can be mounted here")
+        return place, image
+
+    yield make
+    if place.is_mount():
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_a_full_disk_is_refused_before_the_first_step(
+    mounted: Callable[[int], tuple[Path, Path]],
+) -> None:
+    place, _ = mounted(1 << 20)
+    free = os.statvfs(place).f_bfree
+    with pytest.raises(
+        DoesNotFit, match=r"MiB of optimizer states are to live in .* is free there"
+    ):
+        wrapped(place)
+    assert os.statvfs(place).f_bfree == free
+    model = wrapped(place, away=2)  # what fits is trained there
+    wanted = wrapped(place.parent, away=0)
+    losses = [train(one, adamw(one), range(2)) for one in (model, wanted)]
+    assert losses[0] == losses[1]
+
+
+def test_a_disk_that_loses_what_it_holds_ends_the_training(
+    mounted: Callable[[int], tuple[Path, Path]],
+) -> None:
+    place, image = mounted(16 << 20)
+    model = wrapped(place)
+    optimizer = adamw(model)
+    train(model, optimizer, range(1))
+    shards(model)
+    os.truncate(image, 256 << 10)
+    with pytest.raises(ReadFailed, match=r"optimizer states in .*--resume auto"):
+        train(model, optimizer, range(1, 3))
+        engine_of(model).flush()

@@ -110,7 +110,8 @@ def test_a_table_of_another_model_is_refused_at_the_first_group_that_differs() -
     ("row", "reason"),
     [
         (GroupPlacement(name="a", weights="disk"), "weights cannot live on disk here"),
-        (GroupPlacement(name="a", state="disk"), "state cannot live on disk yet"),
+        (GroupPlacement(name="a", gradients="disk"), "gradients cannot live on disk"),
+        (replace(GroupPlacement.on("device", name="a"), state="disk"), "cannot be apart yet"),
         (GroupPlacement(name="a", weights="device"), "cannot be apart yet"),
         (GroupPlacement.on("moon", name="a"), "a: weights is 'moon': use one of device, host"),  # type: ignore[arg-type]
         (GroupPlacement(name="a", activations="x"), "activations is 'x': use one of kept"),  # type: ignore[arg-type]
