@@ -1,0 +1,76 @@
+"""Sharded models and compressed sums on a GPU: one rank with NCCL, so that one card is enough."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from fluxtrain.config.parallel_settings import CommSettings, FsdpSettings
+from fluxtrain.methods.optimizer import parameter_groups
+from fluxtrain.parallel.compress.exchange import Exchange
+from fluxtrain.parallel.compress.registry import COMPRESSORS, HYBRID, method_named
+from fluxtrain.parallel.engine import ShardedAdamW
+from fluxtrain.parallel.sharding import shard
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+
+@pytest.fixture
+def group() -> Iterator[Any]:
+    """A process group of this process alone."""
+    store: Any = getattr(distributed, "HashStore")()  # noqa: B009 - not exported
+    distributed.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
+    yield distributed.group.WORLD
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_sharded_model_learns_on_the_gpu(group: Any, offload: bool) -> None:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2,
+    )).to(torch.bfloat16)  # fmt: skip
+    settings = FsdpSettings(cpu_offload=offload)
+    engine = shard(model, torch.device("cuda", 0), settings, CommSettings(), None)  # type: ignore[arg-type]
+    groups = parameter_groups(model, learning_rate=1e-2, weight_decay=0.0, no_decay=())
+    optimizer = ShardedAdamW(engine, groups, lr=1e-2)
+    rows = torch.randint(64, (4, 16), device="cuda")
+    losses = []
+    for _ in range(8):
+        loss = model(input_ids=rows, labels=rows, use_cache=False).loss
+        loss.backward()
+        norm = engine.clip_grad_norm(1.0, [loss])
+        optimizer.step()
+        engine.forget_gradients()
+        losses.append(norm.losses()[0])
+    assert losses[-1] < 0.7 * losses[0]
+    assert engine.memory().device_used_bytes
+    engine.close()
+
+
+@pytest.mark.parametrize("name", [*COMPRESSORS, HYBRID])
+def test_what_is_encoded_on_the_gpu_is_what_the_processor_encodes(group: Any, name: str) -> None:
+    compressor = method_named(name).compressor.for_ranks(2)
+    rows = torch.randn(2, 1000) * 0.01
+    proposal = compressor.proposal(rows)
+    agreed = 0.0 if proposal is None else float(proposal)
+    here, there = torch.Generator().manual_seed(0), torch.Generator("cuda").manual_seed(0)
+    on_host = compressor.decode(compressor.encode(rows, here, agreed), 1000, agreed)
+    wire = compressor.encode(rows.cuda(), there, agreed)
+    on_gpu = compressor.decode(wire, 1000, agreed)
+    assert tuple(wire.shape) == (2, compressor.wire_bytes(1000, agreed))
+    if compressor.bias != "unbiased" and name not in ("signsgd", "powersgd", "gradiveq"):
+        torch.testing.assert_close(on_gpu.cpu(), on_host, rtol=1e-3, atol=1e-5)
+    exchange = Exchange(method_named(name), group, torch.device("cuda", 0))
+    total = exchange.scatter_sum(rows[:1].cuda(), "rows")
+    assert total.is_cuda and torch.isfinite(total).all()
+    assert exchange.seconds().encode_s > 0
