@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from fluxtrain.events.answers.asking import EngineRefused
+from fluxtrain.events.answers.plan import distinct_plans
 from fluxtui.answers.answers import Answers
 from fluxtui.wizard.engine.plan_preview import dial_settings, with_settings_of_the_dial
 
@@ -184,3 +185,12 @@ async def test_command_and_yaml_are_copied(folder: Path, opened: Opened) -> None
         assert wizard.app.clipboard == "fluxtrain train --demo --set train.steps=5"
         await wizard.press("y")
         assert "path: demo" in wizard.app.clipboard
+
+
+def test_stops_with_one_layout_are_joined_and_others_stand_alone(wizard_pilot: ModuleType) -> None:
+    fast, *_ = wizard_pilot.planned().plans
+    balanced = msgspec.structs.replace(fast, name="balanced")
+    smaller = msgspec.structs.replace(fast.layout, resident_blocks=fast.layout.resident_blocks + 1)
+    fit = msgspec.structs.replace(fast, name="fit", layout=smaller)
+    assert distinct_plans([fast, balanced, fit]) == {"fast = balanced": balanced, "fit": fit}
+    assert list(distinct_plans([fast, fit, balanced])) == ["fast", "fit", "balanced"]
