@@ -174,7 +174,7 @@ class FakeEngine:
     def traffic(self) -> Any:
         return SimpleNamespace(
             h2d_bytes=self.h2d_bytes, d2h_bytes=5, h2d_frozen_bytes=40, h2d_packed_bytes=30,
-            disk_read_bytes=0, cards=((self.h2d_bytes, 5, 2), (0, 0, 7)),
+            disk_read_bytes=0, disk_written_bytes=0, cards=((self.h2d_bytes, 5, 2), (0, 0, 7)),
         )  # fmt: skip
 
     def fails(self, *_: object) -> Any:

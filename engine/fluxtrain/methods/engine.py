@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fluxtrain.core.device.device import Device
+from fluxtrain.core.device.spill import Spill
 from fluxtrain.core.optimizer.state_shards import Held
 from fluxtrain.core.ranks.exchange import Exchange
 from fluxtrain.core.runtime.counters import Traffic
@@ -42,6 +43,10 @@ class TrainingEngine(Protocol):
     @property
     def device(self) -> Device:
         """Return the device of inputs and loss."""
+
+    @property
+    def spill(self) -> Spill:
+        """Return the scratch file of optimizer states on disk."""
 
     @property
     def card_count(self) -> int:

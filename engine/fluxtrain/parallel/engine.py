@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fluxtrain.core.adamw.reference import decode, encode
 from fluxtrain.core.device.device import Device
+from fluxtrain.core.device.spill import Spill
 from fluxtrain.core.optimizer.state_shards import Held
 from fluxtrain.core.ranks.exchange import Exchange as NotExchanged
 from fluxtrain.core.runtime.counters import CardCounts, Traffic, held_by_torch
@@ -80,6 +82,7 @@ class ShardedEngine:
         self.units: dict[str, nn.Module] = {}  # gathered at once; "" is the model itself
         self.mesh: Any = None
         self.offloads = False  # shards are in host memory, and a GPU computes
+        self.spill = Spill(Path())  # nothing of it lives on disk
         self.norm: GradNorm | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.exchange = NotExchanged()  # of the engine that streams: here torch exchanges

@@ -25,6 +25,7 @@ from fluxtrain.train.checkpoint.writer import CheckpointWriter
 from fluxtrain.train.evaluate import EarlyStopping, Evaluation, evaluate, evaluation_event
 from fluxtrain.train.live.changes import LiveChanges
 from fluxtrain.train.live.out_of_memory import gpu_of, out_of_memory
+from fluxtrain.train.observe.disk_wait import DiskPace
 from fluxtrain.train.observe.step_clock import RecentSteps, StepClock
 from fluxtrain.train.requests import Requests
 from fluxtrain.train.step_outcome import Computed, QueuedStep, Refusals
@@ -42,6 +43,7 @@ class LoopSettings:
     keeps_best: bool = False  # a checkpoint follows each evaluation that is the best so far
     samples: Sampler | None = None
     seed: int = 0  # of what ranks but the first draw
+    disk_rates: tuple[float | None, float | None] = (None, None)  # read and written a second
 
 
 class TrainingLoop(Generic[B]):
@@ -86,6 +88,7 @@ class TrainingLoop(Generic[B]):
             settings.total_steps,
         )
         self._progress = RecentSteps()
+        self._pace = DiskPace(self._engine.spill, *settings.disk_rates, announcer.warn)
         self._queued: QueuedStep | None = None  # its numbers are read once the next step is queued
         self._clock_before: StepClock | None = None  # of the step before the queued one
         self.state = state
@@ -297,6 +300,7 @@ class TrainingLoop(Generic[B]):
         )
         self._announcer.emit(finished)
         self._changes.step_took(finished)
+        self._pace.step_done(self._settings.total_steps - self.state.step, eta_s)
 
     def _between_steps(self) -> None:
         self._checkpoints.poll(self._step_number)

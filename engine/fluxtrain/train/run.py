@@ -314,13 +314,15 @@ class Run:
             self._tell_of_bad_reads()
 
     def _tell_of_bad_reads(self) -> None:
-        """Name the files of weights on disk that were read wrong, and right the second time."""
+        """Name what lives on disk and was read wrong, and right the second time."""
         files = [file for group in self.engine.groups for _, file in group.memory.files]
         bad = {str(file.path): len(file.mended) for file in files if file.mended}
+        if self.engine.spill.mended:
+            bad[f"optimizer states in {self.engine.spill.folder}"] = self.engine.spill.mended
         if bad:
             named = ", ".join(f"{path} ({count} times)" for path, count in bad.items())
             self._session.announcer.warn(
-                f"weights were read wrong from the disk, and right when they were read again: "
+                f"what lives on disk was read wrong, and right when it was read again: "
                 f"{named}. No step used wrong ones; have the disk and the memory checked"
             )
 
@@ -405,6 +407,7 @@ class Run:
 
     def _loop_settings(self) -> LoopSettings:
         schedule, name = self.schedule, self._config.train.schedule
+        per_s = self._plan.constants.per_s
 
         def rate(step: int) -> float:
             warmup, total = schedule.warmup_steps, schedule.total_steps
@@ -425,6 +428,7 @@ class Run:
             keeps_best=self._config.train.final_model == "best",
             samples=self._samples(),
             seed=self._config.train.seed,
+            disk_rates=(per_s.get("disk_read"), per_s.get("disk_write")),
         )
 
     def _samples(self) -> Sampler | None:

@@ -1,4 +1,5 @@
-"""Wait for room on a full disk, so that a long run does not end for what somebody soon tidies."""
+"""Wait for room on a full disk, so that a long run does not end for what somebody soon tidies; tell
+of a disk that falls behind the rates by which the run was planned."""
 
 from __future__ import annotations
 
@@ -7,14 +8,16 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from fluxtrain.core.device.spill import Spill
 from fluxtrain.errors import NoSpace
 from fluxtrain.events.emitter import Announcer
-from fluxtrain.units import duration_text
+from fluxtrain.units import duration_text, rate_text
 
 T = TypeVar("T")
 DISK_WAIT_MIN = 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 15.0
 _SLICE_S = 0.2  # a stop is heard so soon
+_LOOK_S, _SLOWER = 10.0, 1.3  # of the disk's work between two looks; what is worth telling
 
 
 class DiskWait:
@@ -86,6 +89,48 @@ class DiskWait:
         while (left_s := until_s - self._clock()) > 0 and not self._stopping():
             self._sleep(min(left_s, _SLICE_S))
         return self._clock() - started_s
+
+
+class DiskPace:
+    """Compares the disk of optimizer states with its rates before the run. Drives slow down once
+    their fast cells are full, or hot."""
+
+    def __init__(
+        self,
+        spill: Spill,
+        read_bytes_per_s: float | None,
+        write_bytes_per_s: float | None,
+        warn: Callable[[str], None],
+    ) -> None:
+        """rates: measured before the run; None: not known, so nothing is told."""
+        self._spill, self._warn = spill, warn
+        self._rates = read_bytes_per_s, write_bytes_per_s
+        self._told = 1.0  # times as long as measured, that the user knows of
+        self._before = (0, 0, 0.0)
+
+    def step_done(self, steps_left: int, eta_s: float | None) -> None:
+        """Tell where the disk was much slower than measured, and than told, since the last look of
+        at least `_LOOK_S` of its work."""
+        read, write = self._rates
+        spill = self._spill
+        now = spill.read_bytes, spill.written_bytes, spill.busy_s
+        got, put, busy_s = (b - a for a, b in zip(self._before, now, strict=True))
+        if not (read and write) or busy_s < _LOOK_S:
+            return
+        self._before = now
+        times = busy_s / max(1e-9, got / read + put / write)
+        if times < _SLOWER * self._told:
+            return
+        self._told = times
+        end = ""
+        if eta_s is not None:
+            at = time.strftime("%d %b %H:%M", time.localtime(time.time() + eta_s))
+            end = f": the {steps_left} steps left take {duration_text(eta_s)}, until {at}"
+        self._warn(
+            f"optimizer states on disk ({spill.folder}) take {times:.1f} times as long as the disk "
+            f"was measured before the run, {rate_text((got + put) / busy_s)} read and written "
+            f"together (drives slow down when their cache is full){end}"
+        )
 
 
 def _is_for_good(error: BaseException) -> bool:

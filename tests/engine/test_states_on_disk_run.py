@@ -1,0 +1,145 @@
+"""Runs whose optimizer states live on disk: resumed from and to memory, killed, told, refused."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fluxtrain.core.device import spill
+from fluxtrain.errors import DoesNotFit, Interrupted
+from fluxtrain.events import events as ev
+from fluxtrain.plan.placement import Placement
+from fluxtrain.train.observe.disk_wait import DiskPace
+from fluxtrain.train.placing import placing
+from tests.engine.test_disk_run import after, losses, run, stop
+
+MakeConfig = Callable[..., Path]
+DEMO = ["--set", "placement.host_gib=0.075", "--set", "placement.device=cpu"]
+
+
+def spilled(plan: Placement, folder: str) -> Placement:
+    """All states on disk: a host small enough for that has no room for a run."""
+    rows = tuple(r if r.is_on("device") else replace(r, state="disk") for r in plan.groups)
+    return replace(plan, groups=rows, spill_folder=folder)
+
+
+def on_disk(patch: pytest.MonkeyPatch) -> None:
+    """Let the runs that follow have their states on disk."""
+    real = placing.place
+    patch.setattr(spill, "RECORD_BYTES", 64 << 10)
+
+    def small(*args: Any, **kwargs: Any) -> Placement:
+        return spilled(real(*args, **kwargs), kwargs["spill"].folder)
+
+    patch.setattr(placing, "place", small)
+
+
+def model_of(run_dir: Path) -> dict[str, torch.Tensor]:
+    return load_file(run_dir / "model" / "model.safetensors")
+
+
+@pytest.mark.parametrize("first", ["memory", "disk"])
+def test_a_run_is_resumed_from_and_to_the_disk_with_the_same_bits(
+    first: str, run_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = run_config(model__dtype="bf16", train__steps=4, train__checkpoint_every=2)
+    wanted = losses(run(config, tmp_path / "memory"))
+    there = tmp_path / "there"
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Interrupted):
+        if first == "disk":
+            on_disk(patch)
+        after(2, stop, patch)
+        run(config, there)
+    with pytest.MonkeyPatch.context() as patch:
+        if first == "memory":
+            on_disk(patch)
+        events = run(config, there, resume=str(there))
+    assert losses(events) == wanted
+    kept, found = model_of(tmp_path / "memory"), model_of(there)
+    assert all(torch.equal(kept[name], found[name]) for name in kept)
+    traffic = [event for event in events if isinstance(event, ev.TrafficSampled)]
+    assert max(event.disk_written_bytes for event in traffic) > 0
+    planned = [event for event in events if isinstance(event, ev.Planned)]
+    planned = [one for one in planned if "disk" in {rows.state for rows in one.placement}]
+    assert len(planned) == 1
+    every = [c for c in planned[0].choices if c.name == "train.checkpoint_every"]
+    assert "while training waits" in every[-1].because
+
+
+@pytest.mark.slow
+def test_the_demo_on_a_small_host_names_the_setting_and_trains_with_it(tmp_path: Path) -> None:
+    def fluxtrain(*args: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "fluxtrain", "train", "--demo", *DEMO, *args]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    few = ["--set", "train.steps=3", "--set", "train.batch_rows=1"]
+    refused = fluxtrain(*few)
+    assert refused.returncode == DoesNotFit.exit_code
+    assert "placement.disk=on fits" in refused.stderr
+    made = fluxtrain(*few, "--set", "placement.disk=on", "--run-dir", "one")
+    assert made.returncode == 0, made.stderr
+    names = {path.name for path in (tmp_path / "one").iterdir()}
+    assert not [name for name in names if name.startswith(".")]
+
+
+@pytest.mark.slow
+def test_a_run_killed_while_it_spills_leaves_nothing_and_goes_on(tmp_path: Path) -> None:
+    command = [
+        *(sys.executable, "-m", "fluxtrain", "train", "--demo", *DEMO, "--set", "train.steps=12"),
+        *("--set", "placement.disk=on", "--set", "train.batch_rows=1"),
+        *("--set", "train.checkpoint_every=3"),
+    ]
+    plain = [*command, "--set", "placement.host_gib=null", "--run-dir", "plain"]
+    subprocess.run(plain, cwd=tmp_path, check=True, capture_output=True)
+    free = os.statvfs(tmp_path).f_bfree
+    process = subprocess.Popen([*command, "--run-dir", "killed"], cwd=tmp_path)
+    while len(list((tmp_path / "killed" / "checkpoints").glob("step-*"))) < 2:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not list((tmp_path / "killed").glob(".*"))
+    assert free - os.statvfs(tmp_path).f_bfree < 400 << 10  # blocks: of checkpoints alone
+    again = [*command, "--run-dir", "killed", "--resume", "auto"]
+    subprocess.run(again, cwd=tmp_path, check=True, capture_output=True)
+    one, other = model_of(tmp_path / "plain"), model_of(tmp_path / "killed")
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+class _Disk:
+    folder, read_bytes, written_bytes, busy_s = Path("/runs"), 0, 0, 0.0
+
+    def moves(self, size_bytes: int, seconds: float) -> None:
+        self.read_bytes += size_bytes
+        self.written_bytes += size_bytes
+        self.busy_s += seconds
+
+
+def test_a_drive_that_falls_behind_its_rates_is_told_with_the_new_end() -> None:
+    disk, told = _Disk(), list[str]()
+    pace = DiskPace(disk, 2e9, 1e9, told.append)  # type: ignore[arg-type]
+    disk.moves(10**9, 1.6)
+    pace.step_done(9, 60.0)  # too little to judge by
+    for _ in range(3):
+        disk.moves(10**10, 15.0)
+        pace.step_done(9, 60.0)
+    assert not told
+    for seconds, count in ((45.0, 1), (50.0, 1), (120.0, 2)):
+        disk.moves(10**10, seconds)
+        pace.step_done(8, 7200.0)
+        assert len(told) == count
+    assert "3.0 times as long" in told[0] and "the 8 steps left take 2" in told[0]
+    unknown = DiskPace(disk, None, 1e9, told.append)  # type: ignore[arg-type]
+    unknown.step_done(1, 1.0)
+    assert len(told) == 2
