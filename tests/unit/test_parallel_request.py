@@ -58,7 +58,7 @@ def test_every_knob_is_a_setting() -> None:
         ({"dealing": [4, 0]}, ["parallel.dealing", "1"]),
         ({"dealing": "fair"}, ["parallel.dealing = 'fair'", "'speed', 'memory' or 'even'"]),
         ({"order": "any"}, ["parallel.order = 'any'", "'fast' or 'fixed'"]),
-        ({"order": "fast", "mode": "fsdp"}, ["unknown key parallel.mode"]),
+        ({"order": "fast", "mode": "ddp"}, ["parallel.mode = 'ddp'", "'layers' or 'fsdp'"]),
     ],
     ids=str,
 )

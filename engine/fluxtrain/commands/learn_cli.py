@@ -9,11 +9,9 @@ from typing import Annotated, Literal
 import typer
 
 from fluxtrain.commands import options
-from fluxtrain.commands.learn.checking import check_file
 from fluxtrain.commands.learn.tasks import STAGES, TASKS
 from fluxtrain.commands.output import say
 from fluxtrain.errors import BadInput
-from fluxtrain.files.atomic import storage_error
 
 
 def register(app: typer.Typer) -> None:
@@ -34,7 +32,13 @@ def learn(
     ] = None,
     debug: options.Debug = False,
 ) -> None:
-    """Learn how tuning and its service work: eight tasks, each checked in a minute on two cores."""
+    """Learn tuning and its service: eight tasks with checks.
+
+    Each is checked in a minute on two cores.
+    """
+    from fluxtrain.commands.learn.checking import check_file
+    from fluxtrain.files.atomic import storage_error
+
     chosen = language or ("zh" if os.environ.get("LANG", "").startswith("zh") else "en")
     if number is None:
         if start or check:

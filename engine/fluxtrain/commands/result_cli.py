@@ -41,7 +41,7 @@ def evaluate(  # noqa: PLR0913, PLR0917 - typer reads the options from the signa
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Compute the loss and the perplexity of a model on data, or what it gets in tasks.
+    """Compute a model's loss on data, or its scores in tasks.
 
     The model may be larger than the card.
     """
@@ -177,7 +177,7 @@ def sample(  # noqa: PLR0913, PLR0917 - as above
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Make an image with the model of an image run, from a picture and words."""
+    """Make an image with the model of an image run."""
     if not prompt.strip():
         raise BadInput("--prompt is empty: say what should change")
     with Importing():
