@@ -35,7 +35,7 @@ ASKED = {
 # What these measure is the current card's by their docstrings, or any card's.
 OF_THE_CURRENT = {
     "measure/probe/bandwidth.py", "machine/page_locking.py",
-    "core/optimizer/third_party.py", "results/export/gate.py",
+    "core/optimizer/third_party.py", "results/export/gate.py", "parallel/profile.py",
 }  # fmt: skip
 
 

@@ -63,7 +63,7 @@ class LazyDevice:
         self.stalls = Stalls()
         self.copies: list[Copy] = []
 
-    def upload(self, to: Tensor, source: Tensor, after: Any, free: Any) -> Copy:
+    def upload(self, to: Tensor, source: Tensor, after: Any, free: Any, *_: Any) -> Copy:
         for earlier in self.copies:  # one stream: copies run in order
             earlier.wait_host()
         self.copies = [Copy(to, source, after)]

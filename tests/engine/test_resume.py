@@ -212,13 +212,15 @@ def test_an_evaluation_that_a_stop_cut_short_is_done_when_the_run_goes_on(
     config = run_config(train__steps=4, train__evaluate_every=2)
     reference(config, tmp_path / "whole")
 
-    def interrupted(objective: Any, model: Any, batches: Any, stop: Callable[[], bool]) -> Any:
+    def interrupted(
+        objective: Any, model: Any, batches: Any, stop: Callable[[], bool], *ranks: Any, **more: Any
+    ) -> Any:
         if not evaluated:
             evaluated.append(True)
-            return evaluate(objective, model, batches, stop)
+            return evaluate(objective, model, batches, stop, *ranks, **more)
         signal.raise_signal(signal.SIGTERM)
         assert stop()
-        return evaluate(objective, model, batches, stop)
+        return evaluate(objective, model, batches, stop, *ranks, **more)
 
     evaluated: list[bool] = []
     run_dir = tmp_path / "stopped"

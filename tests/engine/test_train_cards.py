@@ -74,8 +74,8 @@ def test_while_several_cards_train_the_placement_changes_and_the_bits_stay(
                   {"blocks_without_recompute": 1}, {"blocks_without_recompute": 9}])  # fmt: skip
     answers: list[tuple[bool, str]] = []
 
-    def noted(*args: Any) -> Any:
-        found = made(*args)
+    def noted(*args: Any, **more: Any) -> Any:
+        found = made(*args, **more)
         took = found.step_took
 
         def step_took(step: Any) -> None:

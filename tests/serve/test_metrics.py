@@ -32,7 +32,7 @@ from fluxtrain.serve.monitoring import ALERTS, PANELS, alert_rules, board
 from fluxtrain.serve.store import jobs
 from tests.serve.conftest import Served, create, ended, wait_for
 
-MOST_S = 0.1  # of a core; what is read was written just before
+MOST_S = 0.2  # a tenth on two quiet cores; of a core; what is read was written just before
 
 
 def scrape(served: Served, scope: str = "metrics") -> dict[tuple[str, frozenset[Any]], float]:

@@ -101,7 +101,7 @@ def _train(vae: Any, images: Tensor, steps: int) -> None:
     of 1, which the noise has."""
     optimizer = torch.optim.AdamW(vae.parameters(), lr=3e-3)
     for _ in range(steps):
-        batch = images[torch.randint(len(images), (8,))]
+        batch = images[torch.randint(len(images), (8,), generator=torch.default_generator)]
         latents = vae.encode(batch).latent_dist.mode()
         loss = (vae.decode(latents).sample - batch).square().mean() + 1e-4 * latents.square().mean()
         optimizer.zero_grad()

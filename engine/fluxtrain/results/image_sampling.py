@@ -67,7 +67,7 @@ def sample(request: SampleRequest, tell: Tell) -> SampleAnswer:
         torch.cuda.is_available(), asked, torch_cuda_version=torch.version.cuda
     )
     device = torch.device(found.value)
-    capability = torch.cuda.get_device_capability() if device.type == "cuda" else None
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     pipeline = open_pipeline(config.model.path)
     source = ModelSource.of(config.model, capability)
     empty = open_transformer(_trained(config, pipeline, run_dir), source)
