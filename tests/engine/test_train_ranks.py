@@ -81,6 +81,7 @@ def same(one: Path, other: Path) -> None:
     assert apart < 1e-4 * sum(float(left[name].abs().sum()) for name in left)
 
 
+@pytest.mark.slow
 def test_a_run_starts_its_processes_and_ends_with_their_code(
     run_config: MakeConfig, tmp_path: Path
 ) -> None:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,6 +30,7 @@ from fluxtui.state.run import FoldedRun
 from tests.engine.adapter_folders import exported
 
 HERE = Path(__file__).resolve().parent
+LONG_AGO_S = time.time() - 3600
 VERSIONS = sorted(path.name for path in HERE.iterdir() if re.fullmatch(r"\d+\.\d+\.\d+", path.name))
 CHECKPOINT = Path("full", "checkpoints", "step-00000002")
 Released = Callable[[str], Path]
@@ -45,6 +48,7 @@ def released(tmp_path: Path) -> Released:
                 text = path.read_text(encoding="utf-8")
                 if "@HERE@" in text:
                     path.write_text(text.replace("@HERE@", str(folder)), encoding="utf-8")
+            os.utime(path, (LONG_AGO_S, LONG_AGO_S))  # a run of another host is dead when silent
         return folder
 
     return copied

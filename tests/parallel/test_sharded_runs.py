@@ -101,6 +101,7 @@ def test_a_run_is_resumed_by_the_same_ranks_and_by_one_process(
     assert _losses(tmp_path / "alone") == pytest.approx(_losses(whole), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_adapters_are_trained_and_saved_in_pefts_format(
     ranks: Ranks, config: Path, tmp_path: Path
 ) -> None:
