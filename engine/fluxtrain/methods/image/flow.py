@@ -116,14 +116,14 @@ class FlowMatching:
 
     def _drawn(self, batch: PairBatch) -> PairBatch:
         """Draw levels and noise, and which prompts are left out, on the CPU."""
-        drawn = torch.default_generator
+        source = torch.default_generator
         count, tokens = len(batch.target), batch.weights.shape[1]
         if self.timesteps == "uniform":
-            levels = torch.rand(count, generator=drawn)
+            levels = torch.rand(count, generator=source)
         else:
-            levels = shifted(torch.sigmoid(torch.randn(count, generator=drawn)), tokens)
-        noise = torch.randn(batch.target.shape, generator=drawn)
-        left_out = torch.rand(count, generator=drawn) < self.dropout
+            levels = shifted(torch.sigmoid(torch.randn(count, generator=source)), tokens)
+        noise = torch.randn(batch.target.shape, generator=source)
+        left_out = torch.rand(count, generator=source) < self.dropout
         words, pooled = (
             torch.where(left_out.view(-1, *[1] * none.dim()).to(given.device),
                         none.to(given.device), given)
