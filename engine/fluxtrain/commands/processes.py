@@ -12,7 +12,7 @@ import typer
 
 from fluxtrain.commands.output import complain
 from fluxtrain.core.ranks.launch import launch
-from fluxtrain.errors import BadInput, RankLost
+from fluxtrain.errors import EXIT_INTERRUPTED, BadInput, Interrupted, RankLost
 from fluxtrain.events.trace.export import traced
 from fluxtrain.plan.request import ParallelRequest
 from fluxtrain.train.checkpoint.recovery import Target, truly_told
@@ -58,7 +58,8 @@ def train_in_processes(parallel: ParallelRequest, target: Target, words: list[st
     """Train in the directory of `target` with as many processes as `parallel` says, each of which
     runs `fluxtrain WORDS`; end this one as the run ended.
 
-    Raises BadInput where several cards are asked for too; RankLost where the run left no record.
+    Raises BadInput where several cards are asked for too; Interrupted after Ctrl-C; RankLost where
+    the run left no record.
     """
     if parallel.cards not in ("auto", 1):
         raise BadInput(
@@ -83,4 +84,6 @@ def train_in_processes(parallel: ParallelRequest, target: Target, words: list[st
             f"a process of the run ended without a word (torchrun: {status}): out of memory, or "
             f"killed; to go on: fluxtrain train --resume {run_dir.path}"
         )
+    if code == EXIT_INTERRUPTED:
+        raise Interrupted("all processes of the run have ended", code)
     raise typer.Exit(code or 0)

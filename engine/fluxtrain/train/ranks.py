@@ -65,7 +65,8 @@ def train_as_rank(
         except Interrupted as stopped:
             if not has_agent():
                 raise
-            print(stopped, file=sys.stderr)  # a failure would let torchrun start all again
+            if ranks.is_first:  # a failure would let torchrun start all again
+                print(stopped, file=sys.stderr)
 
 
 class NoWriter(CheckpointWriter):

@@ -77,8 +77,10 @@ class MemoryWatch:
 
     def after_block(self) -> None:
         """Evict inputs, after a block's forward, where memory gets short."""
+        if self.most_bytes is None or self._planned_bytes is None:
+            return
         used = self._used_bytes()
-        if used is None or self.most_bytes is None or self._planned_bytes is None:
+        if used is None:
             return
         evicted_bytes = self._counts.evicted_bytes
         inputs_bytes = self._counts.evictable_bytes + evicted_bytes
