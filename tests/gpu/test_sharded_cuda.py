@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,8 +25,9 @@ pytestmark = [
 
 
 @pytest.fixture
-def group() -> Iterator[Any]:
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A process group of this process alone."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # which torch replaces: put back
     store: Any = getattr(distributed, "HashStore")()  # noqa: B009 - not exported
     distributed.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
     yield distributed.group.WORLD
@@ -68,6 +70,8 @@ def test_what_is_encoded_on_the_gpu_is_what_the_processor_encodes(group: Any, na
     wire = compressor.encode(rows.cuda(), there, agreed)
     on_gpu = compressor.decode(wire, 1000, agreed)
     assert tuple(wire.shape) == (2, compressor.wire_bytes(1000, agreed))
+    if name == "sketch":  # values of one cell are estimated alike: which of them is kept differs
+        on_gpu, on_host = on_gpu.abs().sort(1).values, on_host.abs().sort(1).values
     if compressor.bias != "unbiased" and name not in ("signsgd", "powersgd", "gradiveq"):
         torch.testing.assert_close(on_gpu.cpu(), on_host, rtol=1e-3, atol=1e-5)
     exchange = Exchange(method_named(name), group, torch.device("cuda", 0))
