@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -20,8 +21,12 @@ from fluxtrain.core.device import spill
 from fluxtrain.errors import DoesNotFit, Interrupted
 from fluxtrain.events import events as ev
 from fluxtrain.plan.placement import Placement
+from fluxtrain.train.checkpoint import shard_file
+from fluxtrain.train.checkpoint.checkpoint import list_checkpoints
 from fluxtrain.train.observe.disk_wait import DiskPace
 from fluxtrain.train.placing import placing
+from tests.engine.runs import told
+from tests.engine.test_background_checkpoints import held_to, states
 from tests.engine.test_disk_run import after, losses, run, stop
 
 MakeConfig = Callable[..., Path]
@@ -74,7 +79,44 @@ def test_a_run_is_resumed_from_and_to_the_disk_with_the_same_bits(
     planned = [one for one in planned if "disk" in {rows.state for rows in one.placement}]
     assert len(planned) == 1
     every = [c for c in planned[0].choices if c.name == "train.checkpoint_every"]
-    assert "while training waits" in every[-1].because
+    assert "group by group" in every[-1].because
+
+
+@pytest.mark.parametrize("norm", [1.0, None], ids=["clip", "backward"])
+def test_a_checkpoint_beside_the_steps_is_what_waiting_would_have_written(
+    norm: float | None, run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = run_config(
+        model__dtype="bf16", train__steps=9, train__checkpoint_every=2, train__keep_checkpoints=9,
+        train__evaluate_every="end", train__max_grad_norm=norm,
+    )  # fmt: skip
+    with monkeypatch.context() as patched:
+        held_to(patched, 0)
+        run(config, tmp_path / "waits")
+    real, refused = shard_file.HashingFile.write, list[Path]()
+
+    def write(self: Any, data: bytes) -> None:
+        time.sleep(0.002)
+        if "step-00000004" in self._file.name and not refused:
+            refused.extend(list_checkpoints(tmp_path / "goes-on" / "checkpoints"))
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(self, data)
+
+    monkeypatch.setattr(shard_file.HashingFile, "write", write)
+    on_disk(monkeypatch)
+    run(config, tmp_path / "goes-on")
+    assert [path.name for path in refused] == ["step-00000002"]  # stays whole
+    one, other = states(tmp_path / "waits"), states(tmp_path / "goes-on")
+    assert {2, 8, 9} <= set(other)
+    for step in set(one) & set(other):
+        assert other[step][0] == one[step][0]
+        assert other[step][1].keys() == one[step][1].keys()
+        for name, tensor in other[step][1].items():
+            assert torch.equal(tensor, one[step][1][name]), (step, name)
+    written = told(tmp_path / "goes-on", ev.CheckpointWritten)
+    held = {event.step: event.held_s for event in written}
+    assert held[2] is not None and held[8] is not None and held[9] is None
+    assert 0 < held[2] < written[0].seconds
 
 
 @pytest.mark.slow

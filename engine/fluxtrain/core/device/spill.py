@@ -5,8 +5,8 @@ from it. Reads and writes pass by the page cache in blocks, on a few threads. Ea
 sum in memory; one that is read wrong is read again, and then refused.
 
 Who waits: `take` for the reads of its record; these for a free buffer, and for the record's last
-write; a buffer is free once its blocks are written. Everybody else (checkpoints, moves) reads and
-writes parts of records when no update of them is queued.
+write; a buffer is free once its blocks are written. Everybody else (checkpoints, moves) reads parts
+of records when no update of them can begin, and writes them when none is queued.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class Record:
         self.start, self.size_bytes = start, size_bytes
         self.sums: list[int | None] = [None] * -(-size_bytes // BLOCK_BYTES)
         self.updated: Future[None] | None = None  # the newest update that is queued, and written
+        self.changed: Future[None] | None = None  # the newest one that has begun, and written
 
     def block(self, number: int) -> slice:
         """Return the range of a block in the record."""
@@ -125,8 +126,7 @@ class Spill:
     def give_back(self, records: Sequence[Record]) -> None:
         """Let others use the room of records."""
         for record in records:
-            if record.updated is not None:
-                record.updated.result()
+            _wait_for(record.updated)
             self._free_records.setdefault(record.size_bytes, []).append(record)
 
     def _open(self) -> None:
@@ -205,6 +205,7 @@ class Spill:
             for read in reads:
                 read.result()
             self._refuse_failed()
+            awaited.record.changed = awaited.done
             yield buffer
         except BaseException as error:
             self._failed = self._failed or error
@@ -246,8 +247,8 @@ class Spill:
     # -- the way of everybody else -----------------------------------------------------------------
 
     def read(self, record: Record, start: int, into: Tensor) -> None:
-        """Copy the bytes of a record from `start` on to host memory `into` (n,) uint8. Raises
-        ReadFailed."""
+        """Copy the bytes of a record from `start` on to host memory `into` (n,) uint8; an update of
+        it may be queued, and must not begin meanwhile. Raises ReadFailed."""
 
         def one(number: int) -> None:
             page = HostArena(BLOCK_BYTES, pin=False).tensor(torch.uint8, BLOCK_BYTES, 0)
@@ -255,6 +256,7 @@ class Spill:
             mine, theirs = _overlap(record.block(number), start, into.nbytes)
             into[theirs].copy_(page[mine])
 
+        _wait_for(record.changed)
         self._each_block(one, record, start, into.nbytes)
 
     def write(self, record: Record, start: int, source: Tensor) -> None:
@@ -270,13 +272,12 @@ class Spill:
             page[mine].copy_(source[theirs])
             self._write_block(record, number, page[: block.stop - block.start])
 
+        _wait_for(record.updated)
         self._each_block(one, record, start, source.nbytes)
 
     def _each_block(
         self, one: Callable[[int], None], record: Record, start: int, size_bytes: int
     ) -> None:
-        if record.updated is not None:
-            record.updated.result()
         self._refuse_failed()
         numbers = range(start // BLOCK_BYTES, -(-(start + size_bytes) // BLOCK_BYTES))
         jobs = [self._threads.submit(one, number) for number in numbers]
@@ -372,6 +373,11 @@ class Spill:
         self._threads.shutdown()
         self._file.close()
         self._file = None
+
+
+def _wait_for(update: Future[None] | None) -> None:
+    if update is not None:
+        update.result()
 
 
 def in_pages(size_bytes: int) -> int:

@@ -42,9 +42,10 @@ Read = Callable[[Tensor, Tensor], object]  # copies (to the host, from its sourc
 
 @dataclass(frozen=True)
 class Held:
-    """A group whose next update waits until its state is copied."""
+    """A group whose next update waits until its state is copied, or written."""
 
     copied: Future[None]
+    on_device: bool
     read: Read  # of what is on a device, as it is now: on any thread, during the computation
 
 
@@ -57,9 +58,8 @@ def hold_for_saving(context: Context, name: str) -> Held | None:
     device = context.cards[group.placement.card].device
     group.jobs.saving = Future()
     on_device = group.is_on("device", "state")
-    return Held(
-        group.jobs.saving, partial(device.read, device.mark()) if on_device else Tensor.copy_
-    )
+    read = partial(device.read, device.mark()) if on_device else Tensor.copy_
+    return Held(group.jobs.saving, on_device, read)
 
 
 def state_shards(context: Context) -> Iterator[tuple[str, dict[str, Tensor]]]:

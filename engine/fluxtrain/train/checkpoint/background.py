@@ -3,7 +3,9 @@
 The thread `checkpoint-copy` copies the groups in the order in which the next step updates them, and
 each group's update waits for its copy (`GroupJobs.saving`), on the host or on a device; forward and
 backward only read, and wait for nothing. The thread `checkpoint` writes the copies. They hold at
-most a budget of host memory: beyond it copying waits for writing. So what is written is the state
+most a budget of host memory: beyond it copying waits for writing. Where optimizer states live on
+disk there is no memory for copies of groups at home there or on the host: these are written from
+where they live, and the update of each waits until it is written. So what is written is the state
 of one moment, bit for bit.
 
 The kernel makes pages when they are first written, a gigabyte a second or less, and a copy into
@@ -17,6 +19,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -126,11 +129,14 @@ class BackgroundWrite:
         write: Write,
         budget_bytes: int,
         memory: CopyMemory | None = None,
+        *,
+        in_place: bool = False,
     ) -> None:
         """Take the state between two steps: all updates are done.
 
         `write` writes the given shards, and reports each. The copies go into `memory`, or fresh
         memory. Parameters outside of groups, for which no update waits, are copied at once.
+        in_place: copy no group that is off the devices.
         """
         self.step = step
         self.checkpoint: Checkpoint | None = None
@@ -144,6 +150,7 @@ class BackgroundWrite:
         if memory is not None:
             memory.begin()
         self._parts: list[tuple[Shard, Held | None]] = []
+        self._in_place, self._uncopied = in_place, dict[int, Future[None]]()  # by id of a shard
         self._copier = threading.Thread(target=self._copy, name="checkpoint-copy")
         self._writer = threading.Thread(target=self._written, name="checkpoint")
         try:
@@ -151,6 +158,8 @@ class BackgroundWrite:
                 held = engine.hold_for_saving(name)
                 shard = (name, tensors if held is not None else _copied(tensors, memory))
                 self._parts.append((shard, held))
+            if engine.plan.optimizer_in_backward:  # as the next step updates them
+                self._parts.reverse()
             self._count = len(self._parts)
             self._copier.start()
             self._writer.start()
@@ -171,6 +180,8 @@ class BackgroundWrite:
     def wait_copied(self) -> None:
         """Wait until nothing reads the engine's memory any more."""
         self._copier.join()
+        for written in list(self._uncopied.values()):
+            written.result()
 
     def wait(self) -> None:
         """Wait until it is done."""
@@ -184,6 +195,7 @@ class BackgroundWrite:
             self._room.notify_all()
         if self._copier.ident is not None:
             self._copier.join()
+        self._release()
         for _, held in self._parts:
             if held is not None and not held.copied.done():
                 held.copied.set_result(None)
@@ -193,6 +205,10 @@ class BackgroundWrite:
     def _copy(self) -> None:
         for (name, tensors), held in self._parts:
             copies: Shard | BaseException = (name, tensors)
+            if self._in_place and held is not None and not held.on_device:
+                self._uncopied[id(tensors)] = held.copied
+                self._copies.put(copies)
+                continue
             try:
                 self._wait_for_room(_bytes(tensors))
                 if held is not None and not self._given_up:
@@ -226,8 +242,14 @@ class BackgroundWrite:
                 self._given_up = True
                 self._room.notify_all()
             self._copier.join()
+            self._release()
             if self._memory is not None:
                 self._memory.end()
+
+    def _release(self) -> None:
+        """Let updates continue that wait for the writing of groups that it did not reach."""
+        while self._uncopied:
+            self._uncopied.popitem()[1].set_result(None)
 
     def _shards(self) -> Iterator[Shard]:
         for _ in range(self._count):
@@ -238,6 +260,9 @@ class BackgroundWrite:
             del copies  # or its memory would stay while the next is waited for
 
     def _forget(self, written: dict[str, Tensor]) -> None:
+        if (uncopied := self._uncopied.pop(id(written), None)) is not None:
+            uncopied.set_result(None)
+            return
         with self._room:
             self._held_bytes -= _bytes(written)
             self._room.notify_all()

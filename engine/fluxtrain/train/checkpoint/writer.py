@@ -188,8 +188,7 @@ class CheckpointWriter:
         began."""
         if not self.budget_bytes or self._failed or self._standing(state.step) is not None:
             return False
-        if any(row.is_on("disk", "state") for row in engine.plan.groups):
-            return False  # copies would take the memory that these states do not have
+        on_disk = any(row.is_on("disk", "state") for row in engine.plan.groups)
         self._started_s = time.monotonic()
         try:
             self._ready()
@@ -207,9 +206,11 @@ class CheckpointWriter:
             self._prune(step, best)
             return written
 
-        memory = self._copy_memory()
+        memory = None if on_disk else self._copy_memory()
         try:
-            self._under_way = BackgroundWrite(engine, step, write, self.budget_bytes, memory)
+            self._under_way = BackgroundWrite(
+                engine, step, write, self.budget_bytes, memory, in_place=on_disk
+            )
         except (RuntimeError, MemoryError) as error:  # no thread or memory, else it is raised
             self._given_up(step, error)
             return False

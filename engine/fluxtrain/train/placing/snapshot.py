@@ -10,8 +10,10 @@ import msgspec
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.events.answers.plan import PlanAnswer
 from fluxtrain.events.events import ChoiceMade
+from fluxtrain.plan.depths import RECORD_BYTES
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.plan.placement import Placement
+from fluxtrain.train.checkpoint.shard_file import THREADS
 from fluxtrain.units import bytes_text
 
 SHARE_OF_ROOM = 0.5  # of the host memory that the plan leaves free
@@ -49,17 +51,21 @@ def snapshot_of(
     """
     if config.train.checkpoint_every == "end" and config.train.final_model != "best":
         return _waiting("no step follows the only one that is saved")
-    if any(row.is_on("disk", "state") for row in placement.groups):
-        return _waiting("states on disk are read for it piece by piece, without copies")
     at_once = {
         row.name for row in placement.groups if row.is_on("device", "state") != row.is_on("device")
     }
     sizes = {group.name: group.rounded_bytes + group.state_bytes for group in facts.groups}
+    at_once_bytes = sum(size for name, size in sizes.items() if name in at_once)
     need = placement.need.host_bytes + placement.saving_bytes
+    room_bytes = None if available_bytes is None else available_bytes - need
+    if spilled := [row.name for row in placement.groups if row.is_on("disk", "state")]:
+        pieces = THREADS * min(RECORD_BYTES, max(sizes[name] for name in spilled))
+        copied = [sizes[row.name] for row in placement.groups if row.is_on("device", "state")]
+        return _in_place(pieces + at_once_bytes + max(copied, default=0), room_bytes)
     return choose_snapshot(
         list(sizes.values()),
-        sum(size for name, size in sizes.items() if name in at_once),
-        None if available_bytes is None else available_bytes - need,
+        at_once_bytes,
+        room_bytes,
         own_optimizer=config.train.optimizer == "adamw",
     )
 
@@ -94,6 +100,19 @@ def choose_snapshot(
         return Snapshot(budget_bytes=budget, how="group by group", because=why)
     why = f"copies would take {bytes_text(needed)} or more, and {beside}"
     return _waiting(why)
+
+
+def _in_place(needed_bytes: int, room_bytes: int | None) -> Snapshot:
+    """Choose for states on disk: groups are written from where they live, through `needed_bytes`
+    of host memory."""
+    if room_bytes is None or room_bytes < needed_bytes:
+        beside = "an unknown part" if room_bytes is None else bytes_text(max(0, room_bytes))
+        return _waiting(
+            f"what is read from disk and devices for it takes {bytes_text(needed_bytes)}, and "
+            f"{beside} of host memory is free beside the plan"
+        )
+    why = "states are on disk: each group's update waits until the group is written from there"
+    return Snapshot(budget_bytes=needed_bytes, how="group by group", because=why)
 
 
 def _waiting(because: str) -> Snapshot:
