@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-from fluxtrain.commands.learn.tasks import TASKS, Task
+from fluxtrain.commands.learn.tasks import ANSWERS, TASKS, Task
 from fluxtrain.errors import BadInput
 
 LIMIT_S = 60.0
@@ -36,7 +36,7 @@ def check_file(task: Task, path: Path, limit_s: float = LIMIT_S) -> str:
     Raises BadInput with what is wrong: a mistake, an error with its line, no end within `limit_s`,
     or an import of what the task is to write.
     """
-    _refuse_answers(task, path)
+    _refuse_answers(path)
     with tempfile.TemporaryDirectory() as made:
         told = Path(made, "verdict.json")
         command = [sys.executable, "-P", "-c", _BEGIN, str(task.number), str(path), str(told)]
@@ -62,8 +62,8 @@ def check_file(task: Task, path: Path, limit_s: float = LIMIT_S) -> str:
     return str(verdict["message"])
 
 
-def _refuse_answers(task: Task, path: Path) -> None:
-    """Raise BadInput for a file that cannot be parsed, or imports what it has to write itself."""
+def _refuse_answers(path: Path) -> None:
+    """Raise BadInput for a file that cannot be parsed, or imports what is to be written."""
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
@@ -80,7 +80,7 @@ def _refuse_answers(task: Task, path: Path) -> None:
             called = getattr(node.func, "id", getattr(node.func, "attr", ""))
             names = [str(node.args[0].value)] if called in ("__import__", "import_module") else []
         for name in names:
-            if name.partition(".")[0] in task.answers:
+            if name.partition(".")[0] in ANSWERS:
                 line = getattr(node, "lineno", 0)
                 raise BadInput(
                     f"{path} line {line} imports {name}, and the task is to write that yourself: "

@@ -16,16 +16,15 @@ STAGES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Task:
-    """One task. `answers` are packages that a solution may not import."""
+    """One task."""
 
     number: int
     stage: int
     name: str  # of its files in `lessons`
     titles: tuple[str, str]  # by language
-    checked_in: str  # the module of its check, `check_NAME`
-    answers: tuple[str, ...]
+    checked_in: str  # what its check, `check_NAME`, is of: model or service
 
     def title(self, language: str) -> str:
         """Return its title."""
@@ -43,74 +42,23 @@ class Task:
 
     def find_check(self) -> Callable[[ModuleType], str]:
         """Import its check."""
-        module = import_module(f"fluxtrain.commands.learn.{self.checked_in}")
+        module = import_module(f"fluxtrain.commands.learn.{self.checked_in}_checks")
         check: Callable[[ModuleType], str] = getattr(module, f"check_{self.name}")
         return check
 
 
+# What a solution may not import, as it has it ready.
+ANSWERS = (
+    *("fluxtrain", "peft", "bitsandbytes", "torchao", "openai", "accelerate", "deepspeed"),
+    *("mlflow", "lm_eval", "vllm", "prometheus_client"),
+)
 TASKS = (
-    Task(
-        number=1,
-        stage=0,
-        name="lora",
-        titles=("LoRA by hand", "手寫 LoRA"),
-        checked_in="model_checks",
-        answers=("peft", "fluxtrain"),
-    ),
-    Task(
-        number=2,
-        stage=0,
-        name="qlora",
-        titles=("QLoRA: a base in 4 bits", "QLoRA：4 位元的基底"),
-        checked_in="model_checks",
-        answers=("bitsandbytes", "torchao", "peft", "fluxtrain"),
-    ),
-    Task(
-        number=3,
-        stage=1,
-        name="sdk",
-        titles=("An API and its SDK", "API 與 SDK"),
-        checked_in="service_checks",
-        answers=("openai", "fluxtrain"),
-    ),
-    Task(
-        number=4,
-        stage=2,
-        name="parallel",
-        titles=("Several GPUs: data parallel", "多 GPU：資料平行"),
-        checked_in="model_checks",
-        answers=("fluxtrain", "accelerate", "deepspeed"),
-    ),
-    Task(
-        number=5,
-        stage=3,
-        name="registry",
-        titles=("A registry of models", "模型註冊"),
-        checked_in="service_checks",
-        answers=("fluxtrain", "mlflow"),
-    ),
-    Task(
-        number=6,
-        stage=3,
-        name="evaluation",
-        titles=("Evaluation by log-likelihood", "以對數似然評測"),
-        checked_in="model_checks",
-        answers=("fluxtrain", "lm_eval"),
-    ),
-    Task(
-        number=7,
-        stage=3,
-        name="adapters",
-        titles=("Many adapters in one batch", "同一批次的多個 Adapter"),
-        checked_in="model_checks",
-        answers=("fluxtrain", "peft", "vllm"),
-    ),
-    Task(
-        number=8,
-        stage=3,
-        name="metrics",
-        titles=("Metrics from a journal", "從日誌取得監控指標"),
-        checked_in="service_checks",
-        answers=("fluxtrain", "prometheus_client"),
-    ),
+    Task(1, 0, "lora", ("LoRA by hand", "手寫 LoRA"), "model"),
+    Task(2, 0, "qlora", ("QLoRA: a base in 4 bits", "QLoRA：4 位元的基底"), "model"),
+    Task(3, 1, "sdk", ("An API and its SDK", "API 與 SDK"), "service"),
+    Task(4, 2, "parallel", ("Several GPUs: data parallel", "多 GPU：資料平行"), "model"),
+    Task(5, 3, "registry", ("A registry of models", "模型註冊"), "service"),
+    Task(6, 3, "evaluation", ("Evaluation by log-likelihood", "以對數似然評測"), "model"),
+    Task(7, 3, "adapters", ("Many adapters in one batch", "同一批次的多個 Adapter"), "model"),
+    Task(8, 3, "metrics", ("Metrics from a journal", "從日誌取得監控指標"), "service"),
 )
