@@ -12,8 +12,9 @@ import openai
 import pytest
 
 from fluxtrain.events.run_folder.control import send_command
+from fluxtrain.serve.backend import End
 from fluxtrain.serve.jobs import run_of
-from fluxtrain.serve.queue import End, judge
+from fluxtrain.serve.queue import judge
 from tests.serve.conftest import Served, create, ended, upload, wait_for
 
 

@@ -479,7 +479,7 @@ def _add_more(app: FastAPI, service: Service) -> None:
 
     @app.get("/health", include_in_schema=False)
     def health() -> dict[str, Any]:
-        return {"status": "ok", "training": service.queue.busy}
+        return {"status": "ok", "training": bool(service.queue.running)}
 
     @app.get("/ready", include_in_schema=False)
     def ready() -> JSONResponse:

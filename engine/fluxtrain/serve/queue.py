@@ -6,10 +6,7 @@ next one reads intents from the database and the rest from the run directories.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
 import subprocess
 import threading
 import time
@@ -35,14 +32,10 @@ from fluxtrain.errors import (
     FluxTrainError,
 )
 from fluxtrain.events.answers.asking import FLUXTRAIN
-from fluxtrain.events.events import CommandAnswered
-from fluxtrain.events.frames import decode_line
-from fluxtrain.events.journal import tail_lines
-from fluxtrain.events.run_folder.control import NotReachable, send_command
-from fluxtrain.events.run_folder.launch import TRAINER, start_unwatched
-from fluxtrain.events.run_folder.run_dir import RunDir, RunSummary, runs_root
+from fluxtrain.events.run_folder.run_dir import RunSummary, runs_root
 from fluxtrain.files.atomic import free_bytes, replace_file, storage_error
 from fluxtrain.files.parent import environment_of_child
+from fluxtrain.serve.backend import Backend, End, State
 from fluxtrain.serve.jobs import config_path, run_of, summary_of, trained_tokens
 from fluxtrain.serve.refusal import without_folders
 from fluxtrain.serve.registry import version_of
@@ -58,6 +51,7 @@ SILENT_S = 30.0
 RETAIN_PERIOD_S = 3600.0
 EXAMINE_PERIOD_S = 600.0
 LONGEST_S = 120.0  # that a job waits to be tried again; a longer time is of a clock that was set
+RELAUNCH_S = 10.0  # until a start that was refused is tried again
 MONTH_S = 30 * 86400.0
 # How often an end is tried again while no new step was made, and the first pause, which doubles.
 TRIES = {
@@ -73,18 +67,6 @@ KINDS = {
     EXIT_READ_FAILED: "read",
     EXIT_BUG: "bug",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class End:
-    """How the newest process of a run ended."""
-
-    code: int | None  # None or negative: it was killed
-    refused: bool = False
-    message: str = ""
-    stopped_by_app: bool = False
-    free_bytes: int | None = None
-    needed_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,12 +129,9 @@ def _another_try(end: End, made: dict[str, Any]) -> Verdict:
 class Queue:
     """A thread that starts and stops trainers as their jobs require."""
 
-    def __init__(
-        self, store: Store, settings: ServeSettings, command: tuple[str, ...] = TRAINER
-    ) -> None:
-        """Prepare the queue; command: starts a trainer, before its arguments."""
-        self._store, self._settings, self._command = store, settings, command
-        self._started: dict[str, subprocess.Popen[bytes]] = {}
+    def __init__(self, store: Store, settings: ServeSettings, backend: Backend) -> None:
+        """Prepare the queue; backend: where trainers run."""
+        self._store, self._settings, self._backend = store, settings, backend
         self._told_stop_s: dict[str, float] = {}
         self._silent: set[str] = set()
         self._bad_cards: dict[int, _Examined] = {}
@@ -165,6 +144,7 @@ class Queue:
 
     def start(self) -> None:
         """Begin; trainers that an earlier server started are adopted."""
+        self._backend.open(self.wake)
         self._thread.start()
 
     @property
@@ -174,8 +154,8 @@ class Queue:
 
     @property
     def busy(self) -> bool:
-        """Return whether a trainer runs."""
-        return bool(self.running)
+        """Return whether a trainer takes memory of this machine."""
+        return self._backend.shares_machine and bool(self.running)
 
     @property
     def cards_aside(self) -> frozenset[int]:
@@ -191,6 +171,7 @@ class Queue:
         self._ends.set()
         self._wake.set()
         self._thread.join()
+        self._backend.close()
 
     def _run(self) -> None:
         while not self._ends.is_set():
@@ -205,26 +186,36 @@ class Queue:
         """Look at every job that has not ended, once."""
         is_open = sa.select(jobs).where(jobs.c.outcome.is_(None)).order_by(jobs.c.number)
         rows = self._store.rows(is_open)
-        running = [row for row in rows if self._is_running(row)]
+        states = {row["id"]: self._backend.state(row) for row in rows}
+        running = [row for row in rows if states[row["id"]] in ("waits", "runs")]
         for row in running:
-            self._steer(row)
+            self._steer(row, states[row["id"]])
         if time.monotonic() - self._retained_s > RETAIN_PERIOD_S:
             self._retained_s = time.monotonic()
             delete_old(self._store, self._settings.retention_days)
         self._note_running(running)
         for row in rows:
-            if row in running:
-                continue
-            if row["tries"].get("started", 0) > row["tries"].get("judged", 0):
+            if row not in running:
+                self._take_up(row, states[row["id"]], running)
+
+    def _take_up(
+        self, row: Mapping[str, Any], state: State, running: list[Mapping[str, Any]]
+    ) -> None:
+        """Judge a job whose trainer has ended, or start it where it may run now."""
+        due = not 0 < row["not_before_s"] - time.time() < LONGEST_S
+        if row["tries"].get("started", 0) > row["tries"].get("judged", 0):
+            if state != "unmade" or row["wanted"] != "run":
                 self._judge(row)
-            elif row["wanted"] == "cancel":
-                self._end(row, "cancelled", run=summary_of(run_of(row["id"])))
-            elif row["wanted"] == "run" and not 0 < row["not_before_s"] - time.time() < LONGEST_S:
-                lane = self._free_lane(running, row["project"])
-                if lane is not None and self._has_space(row):
-                    self._start(row, lane)
-                    running.append({**row, "card": lane})
-                    self._note_running(running)
+            elif due:
+                self._launch(row)
+        elif row["wanted"] == "cancel":
+            self._end(row, "cancelled", run=summary_of(run_of(row["id"])))
+        elif row["wanted"] == "run" and due:
+            lane = self._free_lane(running, row["project"])
+            if lane is not None and self._has_space(row):
+                self._start(row, lane)
+                running.append({**row, "card": lane})
+                self._note_running(running)
 
     def _note_running(self, rows: list[Mapping[str, Any]]) -> None:
         self.held = _held(rows)
@@ -232,38 +223,48 @@ class Queue:
 
     # -- running jobs
 
-    def _is_running(self, row: Mapping[str, Any]) -> bool:
-        process = self._started.get(row["id"])
-        if process is not None and process.poll() is None:
-            return True
-        return run_of(row["id"]).liveness() == "running"  # exit 2 of ours: another has the lock
-
-    def _steer(self, row: Mapping[str, Any]) -> None:
-        """Stop a trainer whose job should not run; warn of one that is silent."""
-        run = run_of(row["id"])
+    def _steer(self, row: Mapping[str, Any], state: State) -> None:
+        """Stop a trainer whose job should not run; tell of one that is silent, or waits."""
         if row["wanted"] == "run":
-            summary = summary_of(run)
-            quiet_s = time.time() - summary.updated_s if summary is not None else 0.0
-            if quiet_s > SILENT_S and row["id"] not in self._silent:
-                self._silent.add(row["id"])
-                self._note(row, "warn", f"its trainer has been silent for {quiet_s:.0f} s")
-            elif quiet_s <= SILENT_S:
-                self._silent.discard(row["id"])
+            self._account(row, state)
+            self._tell_of_silence(row, state)
             return
         if time.monotonic() - self._told_stop_s.get(row["id"], -STOP_AGAIN_S) < STOP_AGAIN_S:
             return
         self._told_stop_s[row["id"]] = time.monotonic()
         if row["tries"].get("told") != row["tries"].get("started"):
             self._change(row, tries={**row["tries"], "told": row["tries"].get("started")})
-        try:
-            send_command(run.socket, "stop")
-        except NotReachable:  # it has not come so far yet
-            user, process = run.user(), self._started.get(row["id"])
-            with contextlib.suppress(ProcessLookupError):
-                if process is not None and process.poll() is None:
-                    process.send_signal(signal.SIGTERM)
-                elif user is not None and user.is_local and user.is_alive():
-                    os.kill(user.pid, signal.SIGTERM)
+        self._backend.stop(row)
+
+    def _account(self, row: Mapping[str, Any], state: State) -> None:
+        """Note since when a trainer computes; use a card's time up where it stopped for a while."""
+        tries = dict(row["tries"])
+        if state == "runs" and "started_s" not in tries:
+            self._change(row, tries={**tries, "started_s": time.time()})
+        elif state == "waits" and "started_s" in tries:
+            self._charge(row, summary_of(run_of(row["id"])))
+            del tries["started_s"]
+            self._change(row, tries=tries)
+
+    def _charge(self, row: Mapping[str, Any], run: RunSummary | None) -> None:
+        began_s = row["tries"].get("started_s", time.time())
+        until_s = min(time.time(), run.updated_s) if run is not None else began_s
+        served = row["request"]["model"]
+        self._store.note_usage(row["project"], served, card_s=max(0.0, until_s - began_s))
+
+    def _tell_of_silence(self, row: Mapping[str, Any], state: State) -> None:
+        if state == "waits":
+            why = self._backend.why_waits(row)
+            if why and why not in (text for _, _, text in row["notes"][-1:]):
+                self._note(row, "warn", why)
+            return
+        run, began_s = summary_of(run_of(row["id"])), row["tries"].get("started_s", time.time())
+        quiet_s = time.time() - max(run.updated_s, began_s) if run is not None else 0.0
+        if quiet_s > SILENT_S and row["id"] not in self._silent:
+            self._silent.add(row["id"])
+            self._note(row, "warn", f"its trainer has been silent for {quiet_s:.0f} s")
+        elif quiet_s <= SILENT_S:
+            self._silent.discard(row["id"])
 
     # -- jobs that begin or go on
 
@@ -275,6 +276,8 @@ class Queue:
         used_s = self._store.used(project, ("card_s",), time.time() - MONTH_S)
         if used_s >= quotas.card_hours * 3600:
             return None
+        if not self._backend.shares_machine:
+            return -1
         lanes = self._settings.cards or (-1,)
         taken = {row["card"] for row in running}
         for card in [one for one, found in self._bad_cards.items() if found.is_well()]:
@@ -297,69 +300,48 @@ class Queue:
 
     def _start(self, row: Mapping[str, Any], lane: int) -> None:
         """Start or resume a job's trainer; that it was meant to is on the disk before."""
-        run, path = run_of(row["id"]), config_path(self._store, row["id"])
         tries = {**row["tries"], "started": row["tries"].get("started", 0) + 1}
-        tries["started_s"] = time.time()
+        if self._backend.shares_machine:
+            tries["started_s"] = time.time()
         self._change(row, tries=tries, card=lane)
+        self._launch({**row, "tries": tries, "card": lane})
+
+    def _launch(self, row: Mapping[str, Any]) -> None:
+        path = config_path(self._store, row["id"])
         arguments = [str(path), "--resume", "auto"]
-        if lane >= 0:
-            arguments += ["--set", f"parallel.cards=[{lane}]"]
+        if row["card"] >= 0:
+            arguments += ["--set", f"parallel.cards=[{row['card']}]"]
         try:
             try:
                 replace_file(path, json.dumps(row["config"]).encode())
             except OSError as error:
                 raise storage_error(path, error) from error
-            self._started[row["id"]] = start_unwatched(arguments, run, self._command)
+            self._backend.start(row, arguments)
         except FluxTrainError as error:
             self._note(row, "error", str(error))
+            self._change(row, not_before_s=time.time() + RELAUNCH_S)
 
     # -- jobs that ended
 
     def _judge(self, row: Mapping[str, Any]) -> None:
-        process = self._started.pop(row["id"], None)
         run = summary_of(run_of(row["id"]))
         step = run.step if run is not None else None
-        verdict = judge(self._end_of(row, run, process), row["wanted"], row["tries"], step)
-        began_s = row["tries"].get("started_s", time.time())
-        until_s = min(time.time(), run.updated_s) if run is not None else began_s
-        served = row["request"]["model"]
-        self._store.note_usage(row["project"], served, card_s=max(0.0, until_s - began_s))
+        finished = run is not None and run.state == "finished"
+        end = End(code=EXIT_FINISHED) if finished else self._backend.collect(row, run)
+        verdict = judge(end, row["wanted"], row["tries"], step)
+        self._charge(row, run)
         if verdict.leaves_card and row["card"] is not None and row["card"] >= 0:
             self._bad_cards[row["card"]] = _Examined(row["card"])
         if verdict.status != "queued":
             self._end(row, verdict.status, verdict.because, run)
             return
-        kept = {name: row["tries"][name] for name in ("started", "started_s")}
-        tries = {**(verdict.tries or row["tries"]), **kept, "judged": kept["started"]}
+        started = row["tries"]["started"]
+        tries = {**(verdict.tries or row["tries"]), "started": started, "judged": started}
+        tries.pop("started_s", None)
         again_s = time.time() + verdict.again_s
         self._change(row, tries=tries, not_before_s=again_s)
         if verdict.because != "paused":
             self._note(row, "warn", f"queued again: {verdict.because}")
-
-    def _end_of(
-        self,
-        row: Mapping[str, Any],
-        run: RunSummary | None,
-        process: subprocess.Popen[bytes] | None,
-    ) -> End:
-        """Collect how a job's trainer ended; the run directory counts more than the exit code."""
-        if run is not None and run.state == "finished":
-            return End(code=EXIT_FINISHED)
-        folder = run_of(row["id"])
-        code = run.exit_code if run is not None else None
-        if code is None and process is not None:
-            code = process.poll()
-        needed = int(row["plan"].get("disk_bytes") or 0)
-        return End(
-            code=code,
-            refused=run is not None and run.state == "refused",
-            message=run.message if run is not None else "its run directory is gone",
-            stopped_by_app=code == EXIT_INTERRUPTED
-            and row["tries"].get("told") != row["tries"].get("started")
-            and _was_told_to_stop(folder),
-            free_bytes=free_bytes(folder.path),
-            needed_bytes=needed,
-        )
 
     def _end(
         self, row: Mapping[str, Any], status: str, because: str = "", run: RunSummary | None = None
@@ -447,10 +429,3 @@ class _Examined:
             stderr=subprocess.DEVNULL,
             env={**environment_of_child(), "CUDA_VISIBLE_DEVICES": str(card)},
         )
-
-
-def _was_told_to_stop(run: RunDir) -> bool:
-    """Return whether a run was asked to stop over its socket, as by the app."""
-    events = filter(None, map(decode_line, tail_lines(run.journal, 1 << 18)))
-    newest = next((one for one in events if isinstance(one, CommandAnswered)), None)
-    return newest is not None and newest.command == "stop" and newest.ok

@@ -23,6 +23,7 @@ from fluxtrain.events.answers.plan import PlanAnswer
 from fluxtrain.events.run_folder.launch import TRAINER
 from fluxtrain.files.atomic import replace_file, storage_error
 from fluxtrain.serve import jobs as job_rows
+from fluxtrain.serve.backend import Processes
 from fluxtrain.serve.evaluation import Evaluations
 from fluxtrain.serve.jobs import JobRequest
 from fluxtrain.serve.metrics import AnswerCounts, Watched
@@ -63,7 +64,7 @@ class Service:
         """Prepare the service; trainer, program: commands that start `fluxtrain train` and other
         commands of `fluxtrain`."""
         self.store, self.settings, self._program = store, settings, program
-        self.queue = Queue(store, settings, trainer)
+        self.queue = Queue(store, settings, Processes(trainer))
         check, url = partial(checked, store), settings.vllm_url
         self.worker = (
             ModelWorker(self._why_no_answer, check, program)
