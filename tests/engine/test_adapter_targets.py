@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -159,3 +160,15 @@ def test_the_check_changes_neither_mode_nor_random_numbers_nor_what_is_trained(
     checked = drawn()
     monkeypatch.setattr("fluxtrain.methods.adapters.refuse_uncomputed", lambda _: None)
     assert checked == drawn()
+
+
+def test_an_adapter_names_its_base_without_the_way_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    model = made("llama")
+    attach_adapters(model, MethodSettings(name="lora", rank=4), ModelSettings(path="../base"))
+    (config,) = model.peft_config.values()
+    assert config.base_model_name_or_path == str(tmp_path / "base")

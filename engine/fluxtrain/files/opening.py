@@ -38,6 +38,12 @@ _KINDS = {
 }
 
 
+def whole(path: Path) -> Path:
+    """Return a path from the root, without `..`: links before one are followed."""
+    path = path.absolute()
+    return path.resolve() if ".." in path.parts else path
+
+
 def open_plain(path: Path, *, follow: bool = False) -> io.FileIO:
     """Open a regular file without a buffer, and without waiting.
 

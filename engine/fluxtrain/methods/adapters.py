@@ -25,6 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fluxtrain.config.schema import MethodSettings, ModelSettings
 from fluxtrain.errors import BadInput
+from fluxtrain.files.opening import whole
 from fluxtrain.machine.failures import first_line
 from fluxtrain.methods.trained_on import TrainedOn
 from fluxtrain.models.beside import write_adapter_files
@@ -297,7 +298,7 @@ def attach_adapters(
     except (NoMatchingPeftModuleError, ValueError) as error:
         raise BadInput(f"method.targets: {first_line(error)}") from error
     local = Path(source.path).expanduser()
-    config.base_model_name_or_path = str(local.absolute()) if local.is_dir() else source.path
+    config.base_model_name_or_path = str(whole(local)) if local.is_dir() else source.path
     config.revision = source.revision
     if not is_empty:
         refuse_uncomputed(model)

@@ -28,7 +28,7 @@ from fluxtrain.events.run_folder.states import RunState, state_of_exit, state_wo
 from fluxtrain.events.typed import typed
 from fluxtrain.files.atomic import check_space, read_json, replace_file, storage_error, write_json
 from fluxtrain.files.folders import is_at, try_lock
-from fluxtrain.files.opening import is_plain_folder, open_plain, open_to_write
+from fluxtrain.files.opening import is_plain_folder, open_plain, open_to_write, whole
 
 RUN_SPACE_BYTES = 1 << 20  # a run that cannot even write its journal need not start
 MARK_LIMIT_BYTES = 1 << 16
@@ -128,8 +128,7 @@ class RunDir:
     model_list = _Place("model-files.json")  # names and sizes of its files
 
     def __init__(self, path: Path | str) -> None:
-        given = Path(path).absolute()
-        self.path = given.resolve() if ".." in given.parts else given
+        self.path = whole(Path(path))
 
     @classmethod
     def create(cls, root: Path | str | None = None, name: str = "run") -> RunDir:

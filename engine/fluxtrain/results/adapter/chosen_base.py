@@ -12,6 +12,7 @@ import torch
 
 from fluxtrain.config.schema import SHORT_NAMES
 from fluxtrain.errors import BadInput
+from fluxtrain.files.opening import whole
 from fluxtrain.files.temporary import temporary_folder
 from fluxtrain.methods.trained_on import TrainedOn
 from fluxtrain.models.export import save_model
@@ -108,9 +109,7 @@ def base_name_of(request: UseRequest, source: AdapterSource) -> str:
     if not named:
         raise BadInput(f"{source.folder} does not say which base it is for: name it with --base")
     path = Path(named).expanduser()
-    if not path.is_dir():
-        return str(named)
-    return str(path.resolve() if ".." in path.parts else path.absolute())
+    return str(whole(path)) if path.is_dir() else str(named)
 
 
 @contextmanager
