@@ -83,6 +83,7 @@ def options_given() -> argparse.Namespace:
     """What the command line says."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", default="1.5b", choices=SHAPES)
+    parser.add_argument("--layers", type=int, help="fewer blocks than the shape has")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--passes", type=int, default=1, help="backward passes of a step, flux")
     parser.add_argument("--sequence", type=int, default=1024)
@@ -281,7 +282,11 @@ def run(options: argparse.Namespace, watch: MemoryWatch) -> dict[str, Any]:
     started_s = time.perf_counter()
     imports_s = time.time() - psutil.Process().create_time()  # CUDA's context among them
     target = torch.device("cpu" if options.engine == "flux" else "cuda")
-    model = random_model(Qwen2Config(**SHAPES[options.shape]), target, torch.device("cuda"))
+    shape = SHAPES[options.shape]
+    config = Qwen2Config(
+        **{**shape, "num_hidden_layers": options.layers or shape["num_hidden_layers"]}
+    )
+    model = random_model(config, target, torch.device("cuda"))
     if options.engine == "flux":
         cap_memory(options.budget_gib)
     parameters = sum(weight.numel() for weight in model.parameters())  # ZeRO-3 leaves empty ones
