@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,20 @@ from fluxtrain.errors import DoesNotFit, Interrupted
 from fluxtrain.events import events as ev
 from fluxtrain.plan.placement import Placement
 from fluxtrain.train.checkpoint import shard_file
-from fluxtrain.train.checkpoint.checkpoint import list_checkpoints
+from fluxtrain.train.checkpoint.checkpoint import list_checkpoints, read_checkpoint
 from fluxtrain.train.observe.disk_wait import DiskPace
 from fluxtrain.train.placing import placing
+from tests.engine import forked
 from tests.engine.runs import told
-from tests.engine.test_background_checkpoints import held_to, states
+from tests.engine.test_background_checkpoints import (
+    held_to,
+    in_the_midst,
+    is_writing,
+    slow_writer,
+    states,
+)
 from tests.engine.test_disk_run import after, losses, run, stop
+from tests.engine.test_resume import assert_same_run, finished, steps_done, wait_for
 
 MakeConfig = Callable[..., Path]
 DEMO = ["--set", "placement.host_gib=0.075", "--set", "placement.device=cpu"]
@@ -135,28 +143,42 @@ def test_the_demo_on_a_small_host_names_the_setting_and_trains_with_it(tmp_path:
     assert not [name for name in names if name.startswith(".")]
 
 
+def spilling(arguments: list[str]) -> None:
+    """`fluxtrain ARGUMENTS` with all states on disk, whose writes and files take a while."""
+    real = os.pwritev
+
+    def slow(*given: Any) -> int:
+        time.sleep(0.002)
+        return real(*given)
+
+    os.pwritev = slow
+    on_disk(pytest.MonkeyPatch())
+    slow_writer(arguments)
+
+
 @pytest.mark.slow
-def test_a_run_killed_while_it_spills_leaves_nothing_and_goes_on(tmp_path: Path) -> None:
-    command = [
-        *(sys.executable, "-m", "fluxtrain", "train", "--demo", *DEMO, "--set", "train.steps=12"),
-        *("--set", "placement.disk=on", "--set", "train.batch_rows=1"),
-        *("--set", "train.checkpoint_every=3"),
-    ]
-    plain = [*command, "--set", "placement.host_gib=null", "--run-dir", "plain"]
-    subprocess.run(plain, cwd=tmp_path, check=True, capture_output=True)
-    free = os.statvfs(tmp_path).f_bfree
-    process = subprocess.Popen([*command, "--run-dir", "killed"], cwd=tmp_path)
-    while len(list((tmp_path / "killed" / "checkpoints").glob("step-*"))) < 2:
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert not list((tmp_path / "killed").glob(".*"))
-    assert free - os.statvfs(tmp_path).f_bfree < 400 << 10  # blocks: of checkpoints alone
-    again = [*command, "--run-dir", "killed", "--resume", "auto"]
-    subprocess.run(again, cwd=tmp_path, check=True, capture_output=True)
-    one, other = model_of(tmp_path / "plain"), model_of(tmp_path / "killed")
-    assert all(torch.equal(one[name], other[name]) for name in one)
+def test_kills_while_it_spills_leave_nothing_and_lose_nothing_older(
+    run_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = run_config(
+        model__dtype="bf16", train__steps=80, train__checkpoint_every=8, train__evaluate_every="end"
+    )
+    assert finished("train", config, "--run-dir", tmp_path / "whole") == 0
+    run_dir, free, begun = tmp_path / "killed", os.statvfs(tmp_path).f_bfree, 0
+    arguments = ["train", str(config), "--run-dir", str(run_dir), "--resume", "auto"]
+    for number in range(6):
+        with forked.running(spilling, arguments) as process:
+            wait_for(partial(in_the_midst, process, run_dir, steps_done(run_dir) + number % 3))
+            begun += is_writing(run_dir)
+            process.kill()
+        for path in list_checkpoints(run_dir / "checkpoints"):
+            read_checkpoint(path)
+        assert not list(run_dir.glob(".*"))
+    assert begun >= 3
+    assert any(sample.disk_written_bytes for sample in told(run_dir, ev.TrafficSampled))
+    assert free - os.statvfs(tmp_path).f_bfree < 25 << 10  # blocks: of the runs' files alone
+    assert finished("train", config, "--run-dir", run_dir, "--resume", "auto") == 0
+    assert_same_run(tmp_path / "whole", run_dir)
 
 
 class _Disk:
