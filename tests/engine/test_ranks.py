@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -166,17 +167,43 @@ class Lanes(Exchange):
         super().__init__()
         self.kept: list[list[torch.Tensor]] = []
 
-    def begin(self) -> None:
+    def begin_lane(self) -> None:
         self.kept.append([])
 
     def finishes(self) -> bool:
         return True
 
-    def reduce(self, flat: torch.Tensor) -> None:
+    def add_up(self, flat: torch.Tensor) -> None:
         self.kept[-1].append(flat.clone())
         if len(self.kept) == LANES:
             place = len(self.kept[-1]) - 1
             flat.copy_(added([lane[place] for lane in self.kept]).mul_(1 / LANES))
+
+
+class Slow(Exchange):
+    """Takes as long for the sums of blocks as the next one needs to begin."""
+
+    def __init__(self, elements: int, goes_on: threading.Event) -> None:
+        super().__init__()
+        self.elements, self.goes_on, self.met = elements, goes_on, 0
+
+    def finishes(self) -> bool:
+        return True
+
+    def add_up(self, flat: torch.Tensor) -> None:
+        self.met += flat.numel() == self.elements and self.goes_on.wait(60.0)
+
+
+def test_a_block_computes_backward_while_the_sum_of_the_one_before_is_exchanged() -> None:
+    model = fluxtrain.wrap(llama(2, dtype=DTYPE), device="cpu", offload="weights")
+    first = next(unit for unit in engine_of(model).units if unit.group.kind == "block")
+    goes_on = threading.Event()
+    first.module.self_attn.v_proj.register_full_backward_hook(lambda *_: goes_on.set())
+    slow = Slow(first.group.trained_elements, goes_on)
+    engine_of(model).cards[0].gradients.host.exchange = slow
+    model(**rows_of(0)).loss.backward()
+    assert slow.met == 2
+    assert all(p.grad is not None for p in model.parameters())
 
 
 def in_order(kind: str) -> Weights:
@@ -193,7 +220,7 @@ def in_order(kind: str) -> Weights:
     for step in range(STEPS):
         lanes.kept.clear()
         for lane in range(LANES) if rank is None else [rank]:
-            lanes.begin()
+            lanes.begin_lane()
             engine.forget_gradients()
             model(**rows_of(step, lane, LANES)).loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)

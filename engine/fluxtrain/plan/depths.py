@@ -26,6 +26,12 @@ def sum_depth(gradient_bytes: int, *, is_block: bool) -> int:
     return 2 if is_block else staging_depth(gradient_bytes)
 
 
+def sums_at_once(processes: int) -> int:
+    """Return the number of fp32 sums of groups that the device holds at once: of several processes
+    a second one is computed while they add up the first."""
+    return 1 if processes == 1 else 2
+
+
 def ring_depth(gradient_bytes: int) -> int:
     """Return the number of host buffers of one size for gradients of a step in backward: one in
     transfer, one in use, one for jitter; one alone for the largest (embedding, head), which come

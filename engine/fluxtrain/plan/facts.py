@@ -288,6 +288,7 @@ class ModelFacts:
     head: HeadFacts | None = None  # None: there is none, or none that comes apart
     loose_bytes: int = 0  # of parameters in no group, which live on the device in every layout
     groups_at_once: int = 1  # that one part computes with
+    processes: int = 1  # that add up their gradients
     row: RowFacts | None = None
     loss_bytes: int = 0  # workspace of a loss that is computed here with another card's head
 

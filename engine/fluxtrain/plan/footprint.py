@@ -38,6 +38,7 @@ from fluxtrain.plan.depths import (
     ring_depth,
     staging_depth,
     sum_depth,
+    sums_at_once,
 )
 from fluxtrain.plan.facts import (
     FP32_BYTES,
@@ -143,7 +144,7 @@ def footprint(facts: ModelFacts, layout: Layout, *, has_gpu: bool) -> Footprint:
     late = shared = FP32_BYTES * facts.shared.trained  # sums that begin after the loss
     if by_rows is not None and by_rows.in_vocab_chunks:
         late, shared = 0, shared + by_rows.kept_bytes - by_rows.table.sum_bytes
-    scratch = _scratch(facts, by_rows, chunked)
+    scratch = sums_at_once(facts.processes) * _scratch(facts, by_rows, chunked)
     staging = _staging(facts, layout, on_host, by_rows, chunked)
     if by_rows is not None:
         shared += by_rows.sum_bytes(layout.passes - 1)

@@ -120,7 +120,7 @@ def plan_run(
     Raises:
         DoesNotFit: host memory, the device or the disk cannot hold the run.
     """
-    facts = model_facts_for(config, loaded.model)
+    facts = replace(model_facts_for(config, loaded.model), processes=ranks.world)
     constants = _calibrated(config, facts, loaded, task, (machine, device, batch_rows))
     measured = constants.applied(facts)
     to_come = constants.still_to_come_bytes

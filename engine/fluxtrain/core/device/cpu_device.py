@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -63,6 +63,7 @@ class CpuDevice(Device):
         self._up = Worker("flux-upload")
         self._behind = Worker("flux-upload-behind")
         self._down = Worker("flux-download")
+        self._beside = Worker("flux-exchange")
         self._heap = Heap()
 
     def upload(
@@ -105,6 +106,14 @@ class CpuDevice(Device):
     def download(self, to: Tensor, source: Tensor) -> Transfer:
         return CpuTransfer(self._down.submit(partial(self._make, "d2h", to, source)), self.stalls)
 
+    def beside(self, work: Callable[[], None]) -> Transfer:
+        def job() -> tuple[float, float]:
+            started_s = time.perf_counter()
+            work()
+            return started_s, time.perf_counter()
+
+        return CpuTransfer(self._beside.submit(job), self.stalls)
+
     def _make(self, way: str, to: Tensor, source: Tensor) -> tuple[float, float]:
         """Copy `h2d` or `d2h`, on this thread; return when the copy began and ended."""
         started_s = time.perf_counter()
@@ -118,6 +127,7 @@ class CpuDevice(Device):
         super().close()  # reads of files may wait for the others
         for worker in (self._behind, self._up, self._down):  # the first hands on to the second
             worker.close()
+        self._beside.close()
 
 
 def _copy_now(to: Tensor, source: Tensor) -> Wait:

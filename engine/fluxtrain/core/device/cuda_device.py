@@ -127,6 +127,7 @@ class CudaDevice(Device):
         self._up = torch.cuda.Stream(self.torch_device)
         self._behind = torch.cuda.Stream(self.torch_device)  # uploads that follow other transfers
         self._down = torch.cuda.Stream(self.torch_device)
+        self._beside = torch.cuda.Stream(self.torch_device)  # what other processes add
         self._several = (
             MultiGpuStreams(self.torch_device, self._current) if one_of_several else None
         )
@@ -185,6 +186,11 @@ class CudaDevice(Device):
             self._down_thread.submit(work)
             return transfer
         _issue(transfer, self._down, to, source, host=to, behind=[self.mark()])
+        return transfer
+
+    def beside(self, work: Callable[[], None]) -> Transfer:
+        transfer = CudaTransfer(self.stalls, self._current)
+        transfer.issue(self._beside, work, [self.mark()])
         return transfer
 
     def _upload_after(
@@ -281,7 +287,7 @@ class CudaDevice(Device):
         super().close()
         for worker in (self._behind_thread, self._up_thread, self._down_thread):
             worker.close()
-        for stream in (self._up, self._behind, self._down):
+        for stream in (self._up, self._behind, self._down, self._beside):
             stream.synchronize()
 
 

@@ -9,7 +9,7 @@ is a separate buffer in host memory, so that streaming is exercised for real.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -96,6 +96,11 @@ class Device:
 
     def download(self, to: Tensor, source: Tensor) -> Transfer:
         """Copy device `source` to host `to` once the computation queued so far is done."""
+        raise NotImplementedError
+
+    def beside(self, work: Callable[[], None]) -> Transfer:
+        """Run `work` beside the computation, behind what it has queued so far and behind earlier
+        work of this kind. On a GPU it is queued on a stream, else a thread runs it."""
         raise NotImplementedError
 
     def read(self, point: Any, to: Tensor, source: Tensor) -> None:

@@ -9,6 +9,7 @@ skipped.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from fluxtrain.core.gradients.vocab_chunk_sum import VocabChunkSum
 from fluxtrain.core.memory.group import Group
 from fluxtrain.core.memory.segment import Member, Segment
 from fluxtrain.core.ranks.exchange import NOT_EXCHANGED, Exchange
+from fluxtrain.events.trace.lanes import OTHER_RANKS
+from fluxtrain.plan.depths import sums_at_once
 
 
 class Gradients:
@@ -42,17 +45,18 @@ class Gradients:
         self._device = device
         self.host = HostGradients(device, downloaded, uploaded, arrivals, exchange)
         # shared by groups that finish within their backward, by the lane that they compute on
-        self._scratch: dict[int, Tensor] = {}
+        self._scratch: dict[int, list[Tensor]] = {}
         self._views = MemberViews()
         self._flat: dict[Group, FlatSum] = {}
+        self._sent: FlatSum | None = None  # that other processes add to
         self._parts: dict[Group, VocabChunkSum | EmbeddingSum] = {}
 
     @property
     def device_bytes(self) -> int:
         """Return the device memory of open sums, of staging, and of rows that stay for further
         passes."""
-        flats = [total.flat for total in list(self._flat.values())]  # other threads ask
-        flats += list(self._scratch.values())
+        flats = [total.flat for total in self._sums()]
+        flats += [scratch for mine in list(self._scratch.values()) for scratch in mine]
         held = {id(flat.untyped_storage()): flat.nbytes for flat in flats}
         parts = sum(total.device_bytes for total in list(self._parts.values()))
         return sum(held.values()) + parts + self.host.device_bytes
@@ -115,9 +119,9 @@ class Gradients:
     def zeros_for_chunk(self, shape: torch.Size) -> Tensor:
         """Return zeros (shape) in fp32 to sum one chunk of a gradient in; the memory serves the
         next chunk too."""
-        count, flat = shape.numel(), self._scratch.get(0)
-        if flat is None or flat.numel() < count or self._is_taken(flat):
-            flat = torch.empty(count, dtype=torch.float32, device=self._device.torch_device)
+        count = shape.numel()
+        fitting = [scratch for scratch in self._free_scratch(0) if scratch.numel() >= count]
+        flat = fitting[0] if fitting else self._empty(count)
         return flat[:count].zero_().view(shape)
 
     def is_open(self, group: Group) -> bool:
@@ -131,20 +135,41 @@ class Gradients:
     def discard(self) -> None:
         """Drop unfinished sums (a backward pass raised)."""
         self._flat.clear()
+        if self._sent is not None:
+            self._sent.abandon()
+            self._sent = None
         self._parts.clear()
         self.host.discard_prefetched()
 
-    def finish(self, group: Group, *, passing: bool = False) -> None:
+    def finish(self, group: Group, *, passing: bool = False) -> list[Group]:
         """Round the group's sum, take its norms and download it: the group's backward is done.
+        Return the groups of which this was done: a sum that other processes add to stays open while
+        they do, until the next group is finished, or until `settle`.
 
         passing: the group's update follows at once, so that its gradients need memory only until
         then; waits for an earlier group's update when all of that memory is lent.
         """
         parts, flat = self._parts.pop(group, None), self._flat.pop(group, None)
+        done = self.settle() if self._sent is not None and self._sent.group is group else []
         if parts is not None:
             parts.finish(passing=passing)
-        if flat is not None:
-            flat.finish(passing=passing)
+        if flat is None:
+            return [*done, group]
+        sent = flat.send(passing=passing)
+        done += self.settle()  # that of the group before, which may compute until here
+        if sent:
+            self._sent = flat
+            return done
+        flat.finish()
+        return [*done, group]
+
+    def settle(self) -> list[Group]:
+        """Finish the sum that other processes add to, if there is one; return its group."""
+        sent, self._sent = self._sent, None
+        if sent is None:
+            return []
+        sent.finish()
+        return [sent.group]
 
     def stage_only(self, sizes: set[int]) -> None:
         """Free staging buffers of other sizes; downloads from them must be done."""
@@ -153,7 +178,7 @@ class Gradients:
 
     def _begin_flat(self, group: Group) -> FlatSum:
         flat = self._memory_for(group)
-        stays = flat is self._scratch.get(group.lane)
+        stays = any(flat is scratch for scratch in self._scratch.get(group.lane, ()))
         total = FlatSum(group, flat, self.host, self._views, flat_stays=stays)
         self._flat[group] = total
         return total
@@ -161,18 +186,32 @@ class Gradients:
     def _memory_for(self, group: Group) -> Tensor:
         """Return fp32 memory for the group's sum; groups with several users, whose sums stay open
         until the end of the pass, get memory of their own."""
-        n = group.trained_elements
-        device = self._device.torch_device
-        scratch = self._scratch.get(group.lane)
-        if group.users > 1 or (scratch is not None and self._is_taken(scratch)):
-            return torch.empty(n, dtype=torch.float32, device=device)
-        if scratch is None or scratch.numel() < n:
+        count, mine = group.trained_elements, self._scratch.setdefault(group.lane, [])
+        free = self._free_scratch(group.lane)
+        if group.users > 1:
+            return self._empty(count)
+        for flat in free:
+            if flat.numel() >= count:
+                return flat
+        if free:
             self._views.forget()
-            scratch = self._scratch[group.lane] = torch.empty(n, dtype=torch.float32, device=device)
-        return scratch
+            mine[:] = [flat for flat in mine if flat is not free[0]]
+        made, most = self._empty(count), sums_at_once(self.host.exchange.ranks.world)
+        if len(mine) < most:
+            mine.append(made)
+        return made
 
-    def _is_taken(self, scratch: Tensor) -> bool:
-        return any(total.flat is scratch for total in self._flat.values())
+    def _free_scratch(self, lane: int) -> list[Tensor]:
+        """Return the memory for sums that none is in."""
+        taken = {id(total.flat) for total in self._sums()}
+        return [flat for flat in self._scratch.get(lane, ()) if id(flat) not in taken]
+
+    def _empty(self, count: int) -> Tensor:
+        return torch.empty(count, dtype=torch.float32, device=self._device.torch_device)
+
+    def _sums(self) -> list[FlatSum]:
+        sent = self._sent  # other threads ask
+        return [*self._flat.values(), *([] if sent is None else [sent])]
 
 
 class FlatSum:
@@ -189,6 +228,8 @@ class FlatSum:
         self.group = group
         self.flat = flat  # (trained_elements,) fp32
         self._host, self._views = host, views
+        self._sent: Transfer | None = None  # the sum over processes, under way
+        self._passing, self._again = False, set[Segment]()
         self._touched = set[int]() if of is None else {of.index}  # members with a gradient
         self._parts: dict[int, Tensor] = {}  # of `flat`, by member index, in the members' shapes
         cuts = views if flat_stays else MemberViews()
@@ -214,20 +255,35 @@ class FlatSum:
             self._touched.add(member.index)
         embedding.index_add_(0, rows.on_device, rows.values.float())
 
-    def finish(self, *, passing: bool) -> None:
-        """Round the sum, take the norms and download it; a group on the device keeps it there."""
+    def send(self, *, passing: bool) -> bool:
+        """Complete this process's sum, and begin to add those of others, if there are any; return
+        whether there are. `finish` follows."""
         group, host = self.group, self._host
         host.wait_for_update(group)
         self._clear_untouched()
-        host.allocate(group, passing=passing)
-        stays = group.is_on("device", "gradients")
-        again = self._add_stored(stays=stays)
-        exchanges = host.exchange.finishes()
-        if exchanges:
-            host.exchange.reduce(self.flat[: group.trained_elements])
+        self._passing = passing
+        self._again = self._add_stored(stays=group.is_on("device", "gradients"))
+        if host.exchange.finishes():
+            self._sent = host.exchange.begin(self.flat[: group.trained_elements], host.device)
             # what another rank alone has used counts here too, with the same numbers everywhere
             self._touched.update(m.index for s in group.trained for m in s.members)
-        stored = self._store_on_device(again) if stays else self._download(again, exchanges)
+        return self._sent is not None
+
+    def abandon(self) -> None:
+        """Wait for the sums of others, whatever becomes of them: they use this one's memory."""
+        if self._sent is not None:
+            with suppress(Exception):
+                self._sent.wait_host()
+
+    def finish(self) -> None:
+        """Round the sum, take the norms and download it; a group on the device keeps it there."""
+        group, host = self.group, self._host
+        if self._sent is not None:
+            self._sent.wait_compute(OTHER_RANKS)
+        host.allocate(group, passing=self._passing)
+        stays, again = group.is_on("device", "gradients"), self._again
+        exchanged = self._sent is not None
+        stored = self._store_on_device(again) if stays else self._download(again, exchanged)
         host.arrivals[group] = stored
         for index in self._touched:
             group.members[index].has_gradient = True

@@ -7,6 +7,7 @@ exchanges, where the user's `no_sync` or the loop says so.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,10 +16,12 @@ from torch import Tensor, distributed
 from fluxtrain.core.ranks.join import ALONE, Ranks
 from fluxtrain.core.ranks.shares import Shares, gather_
 from fluxtrain.errors import MisusedModel
+from fluxtrain.events.trace.lanes import OTHER_RANKS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from fluxtrain.core.device.device import Device, Transfer
     from fluxtrain.plan.request import Order
 
 _PIECE_ELEMENTS = 1 << 24  # of a sum in rank order: 64 MiB of fp32 at a time
@@ -40,11 +43,13 @@ class Exchange:
         shares: each rank is home to a part of each block's weights and states."""
         self.ranks, self._order = ranks, order
         self._factor = 1.0 if sums else 1.0 / ranks.world
-        several = ranks.world > 1
-        self._group: Any = ranks.device_group(device) if several and device is not None else None
-        self.shares = Shares(ranks, self._group) if several and shares else None
+        joined = device if ranks.world > 1 else None
+        self._group: Any = None if joined is None else ranks.device_group(joined)
+        # weights are gathered in a group of their own, while gradients are added in this one
+        self.shares = None if joined is None or not shares else Shares(ranks, joined)
         self.last_pass = True  # of a step: earlier ones keep their gradients on this rank
         self._waits: Callable[[], bool] = lambda: False  # for another pass, as a DDP says
+        self._under_way: Transfer | None = None  # the last that was begun
         self._kept = False  # gradients of this rank alone wait for a pass that exchanges
 
     @property
@@ -73,8 +78,25 @@ class Exchange:
                 "gradients are of this rank alone: leave no_sync() before the last pass of a step"
             )
 
+    def begin(self, flat: Tensor, device: Device) -> Transfer:
+        """Begin to make `flat` (elements,) fp32 on the device the sum or mean over ranks, beside
+        its computation."""
+        self._under_way = device.beside(partial(self.add_up, flat))
+        return self._under_way
+
     def reduce(self, flat: Tensor) -> None:
-        """Make `flat` (elements,) fp32 on the device the sum or mean over ranks."""
+        """Do what `begin` does, as a part of the computation."""
+        self._take_turn()
+        self.add_up(flat)
+
+    def _take_turn(self) -> None:
+        """Let what was begun end first: ranks send in one order, and from one thread at a time."""
+        before, self._under_way = self._under_way, None
+        if before is not None:
+            before.wait_compute(OTHER_RANKS)
+
+    def add_up(self, flat: Tensor) -> None:
+        """Make `flat` the sum or mean over ranks, on the thread or stream that this runs on."""
         if self._order == "fixed" and self.ranks.world > 2:  # of two, any order has the same bits
             for piece in flat.split(_PIECE_ELEMENTS):
                 self._add_in_order(piece)
@@ -92,6 +114,7 @@ class Exchange:
 
     def reduce_on_host(self, flat: Tensor) -> None:
         """Do what `reduce` does with host memory, of any float dtype."""
+        self._take_turn()
         parts = [torch.empty_like(flat) for _ in range(self.ranks.world)]
         sent = [part.view(-1).view(torch.uint8) for part in (flat, *parts)]  # of any dtype
         distributed.all_gather(sent[1:], sent[0], group=self.ranks.host)
@@ -108,6 +131,7 @@ class Exchange:
     def gather_rows(self, rows: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return every rank's rows (U,) int64 on the host, each ascending, as one ascending tensor
         (V,), and the sum or mean (V, H) in fp32 of `values` (U, H), which are on the device."""
+        self._take_turn()
         world = self.ranks.world
         counts = torch.zeros(world, dtype=torch.int64)
         gather_(counts, torch.tensor([len(rows)]), group=self.ranks.host)

@@ -9,7 +9,6 @@ never made, so that all code finds each weight at its place.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, distributed
@@ -25,9 +24,9 @@ gather_ = getattr(distributed, "all_gather_single", None) or distributed.all_gat
 class Shares:
     """One rank's ranges; used by the thread that computes."""
 
-    def __init__(self, ranks: Ranks, group: Any) -> None:
-        """group: the process group of the device that computes."""
-        self.ranks, self._group = ranks, group
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        """device: that computes."""
+        self.ranks, self._group = ranks, ranks.device_group(device)
         self.ended = False  # rank 0 has the weights of all
 
     def own(self, elements: int) -> list[Span]:

@@ -8,7 +8,7 @@ backward is alike: `begin_backward`, `bound`, `end_backward`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -155,27 +155,36 @@ def take_in(owner: Owner, parameter: nn.Parameter) -> None:
     card = context.cards[owner.group.placement.card]
     with card.computing():
         card.gradients.add(owner.group, owner.member, gradient.to(card.torch_device))
-        if owner.group.users <= 1 or torch._C._current_graph_task_id() < 0:
+        in_pass = torch._C._current_graph_task_id() >= 0
+        if owner.group.users <= 1 or not in_pass:
             _finish(context, owner.group)
-            return
-    context.graphs.enter_pass(lambda: _end_pass(context))
+        if not in_pass:
+            _complete(context, card.gradients.settle())
+    if in_pass:
+        context.graphs.enter_pass(lambda: _end_pass(context))
 
 
 def _finish(context: Context, group: Group) -> None:
-    """Send the group's gradients to where they are stored, and call the user's hooks."""
+    """Send the group's gradients to where they are stored, unless other processes still add to
+    them, and call the user's hooks."""
     gradients = context.gradients_of(group)
     if not gradients.is_open(group):
         return
     passing = context.step_in_backward is not None and context.step_in_backward.uses_up_now(group)
-    gradients.finish(group, passing=passing)
-    with torch._C.DisableTorchFunctionSubclass():  # reading hooks does not read the weights
-        hooked = [(m, m.parameter._post_accumulate_grad_hooks) for m in group.members]
-    for member, hooks in hooked:
-        for key, hook in list((hooks or {}).items()):
-            if key != context.owners[group][member.index].hook_key and member.has_gradient:
-                hook(member.parameter)
-    if context.step_in_backward is not None:
-        context.step_in_backward.take(group)
+    _complete(context, gradients.finish(group, passing=passing))
+
+
+def _complete(context: Context, groups: Iterable[Group]) -> None:
+    """Call the user's hooks for groups whose gradients are complete, and update what may be."""
+    for group in groups:
+        with torch._C.DisableTorchFunctionSubclass():  # reading hooks does not read the weights
+            hooked = [(m, m.parameter._post_accumulate_grad_hooks) for m in group.members]
+        for member, hooks in hooked:
+            for key, hook in list((hooks or {}).items()):
+                if key != context.owners[group][member.index].hook_key and member.has_gradient:
+                    hook(member.parameter)
+        if context.step_in_backward is not None:
+            context.step_in_backward.take(group)
 
 
 def _end_pass(context: Context) -> None:
@@ -184,3 +193,4 @@ def _end_pass(context: Context) -> None:
         card.ahead.end_pass()
         for group in card.gradients.open_groups():
             _finish(context, group)
+        _complete(context, card.gradients.settle())

@@ -192,6 +192,7 @@ def _put_engine(
         refuse_tiers(placement.groups, on_disk=with_files)
     else:
         facts = model_facts(model, parts, groups, borrowed)
+        facts = replace(facts, processes=exchange.ranks.world)
         placement, devices = placed(facts, model, devices, asked, all_of_them=not chooses)
         told = without_effect(asked, placement.choices)
     with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in

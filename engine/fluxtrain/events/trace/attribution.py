@@ -13,6 +13,7 @@ from fluxtrain.events.trace.lanes import (
     BUSY_LANES,
     CARD_LANES,
     OTHER_CARDS,
+    OTHER_RANKS,
     Interval,
     StepLanes,
     without_evaluation,
@@ -27,11 +28,13 @@ LANE_NAMES = {
     "disk": "disk",
     "host": "host",
     OTHER_CARDS: "other cards",
+    OTHER_RANKS: "other processes",
 }
 CAUSE_LANES = {  # the lane that each cause of waiting waits for
     "weights": "h2d", "activations": "h2d", "gradients": "d2h", "update": "cpu",
     "moments": "cpu",
     "checkpoint": "disk", "disk": "disk", "data": "host", "host": "host", OTHER_CARDS: OTHER_CARDS,
+    OTHER_RANKS: OTHER_RANKS,
 }  # fmt: skip
 QUEUED_LATE = "queued late by the host"  # a GPU computed no faster than it got its work
 BINDS_FROM = 0.1  # of the step: a lane with shorter waits does not bind it

@@ -19,6 +19,7 @@ LANES = ("gpu", "h2d", "d2h", "cpu", "disk", "stall", "host", "queue")  # in fil
 BUSY_LANES = LANES[:5]
 CARD_LANES = frozenset({"gpu", "h2d", "d2h", "stall", "queue"})
 OTHER_CARDS = "cards"  # the cause of a stall: rows that another card computes
+OTHER_RANKS = "ranks"  # the cause of a stall: gradients of other processes
 
 _MAGIC = b"STEP"
 _HEAD = struct.Struct("<4sIIQIQddddIIIII")
