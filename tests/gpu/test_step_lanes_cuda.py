@@ -78,6 +78,7 @@ def of(step: StepLanes, lane: str, kind: str, name: str) -> list[Interval]:
     return [one for one in step.intervals if (one.lane, one.kind, one.name) == wanted]
 
 
+@pytest.mark.alone  # others' kernels come between
 def test_a_computation_is_where_the_host_saw_it() -> None:
     recorder = Recorder(CudaClock(CurrentStream(DEVICE)))
     cutter = StepCutter(recorder)
