@@ -173,6 +173,7 @@ class TrainingLoop(Generic[B]):
             except torch.OutOfMemoryError as error:
                 if self._ranks.world > 1:
                     raise self._out_of_memory(error) from error
+                self._engine.free_gradients()  # none is open between steps
                 self._make_room(error, time.perf_counter() - started_s, "the evaluation")
 
     def _step(self) -> None:

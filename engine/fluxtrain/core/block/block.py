@@ -153,7 +153,7 @@ def _by_chunks(
     """Run the unit on a chunk of rows at a time (weights bound); join the outputs. With several
     cards, the next card begins with the first rows."""
     device, split = context.card_of(unit).device, splits(tensors, rows)
-    merging = Merging(device, rows, hands_over=len(context.cards) > 1)
+    merging = Merging(device, rows, in_place=len(context.cards) > 1)
     arriving, outputs = ArgumentArrivals(device, tensors, split), CallOutputs()
     for first, stop in spans(rows, context.chunk_rows):
         arriving.wait_for(first, stop)
@@ -174,7 +174,7 @@ def _recorded(
     unit, card = call.unit, context.card_of(call.unit)
     device = card.device
     while True:
-        merging = Merging(device, call.rows, hands_over=len(context.cards) > 1)
+        merging = Merging(device, call.rows, in_place=len(context.cards) > 1)
         try:
             with bound(context, unit):
                 weights = BoundWeights(unit)
@@ -226,10 +226,10 @@ class _Streamed(torch.autograd.Function):
         tensors = call.given.fetch(card.activation_offload)
         wanted = [i for i, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
         sums: list[Tensor | None] = [None] * len(tensors)
-        merging = Merging(card.device, call.rows, hands_over=len(context.cards) > 1)
+        merging = Merging(card.device, call.rows, in_place=len(context.cards) > 1)
         with bound(context, call.unit, "backward"):
-            for chunk in call.chunks:
-                found = call.backward(chunk, tensors, wanted, arriving)
+            for chunk, found in call.backward(tensors, wanted, arriving):
+                merging.in_place |= chunk.is_half
                 for i, gradient in zip(wanted, found, strict=True):
                     if call.given.cut[i]:
                         merging.add(i, chunk.span, gradient)

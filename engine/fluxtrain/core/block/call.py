@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -48,6 +48,13 @@ class Chunk:
     checked: Tensor | None = None  # checksum that the recomputation is compared with
     result_starts: list[int] = field(default_factory=list)  # of its rows in each result
     result_rows: list[int] = field(default_factory=list)
+    is_half: bool = False  # of a chunk that ran out of device memory
+
+    def forget_graph(self) -> None:
+        """Free what the graph holds: it is recorded again."""
+        if self.saved is not None:
+            self.saved.clear()
+        self.tape = self.saved = None
 
     def halves(self) -> list[Chunk]:
         """Return two chunks, to be recorded again, with half of the rows each; none where a result
@@ -62,6 +69,7 @@ class Chunk:
                 random=self.random,
                 result_starts=[start + a - first for start in self.result_starts],
                 result_rows=[b - a] * len(self.result_rows),
+                is_half=True,
             )
             for a, b in ((first, middle), (middle, stop))
         ]
@@ -221,17 +229,27 @@ class Call(UnitCall):
 
     def backward(
         self,
+        tensors: Sequence[Tensor],
+        wanted: Sequence[int],
+        gradients: Sequence[Tensor | None],
+    ) -> Iterator[tuple[Chunk, list[Tensor]]]:
+        """Compute the weights' gradients, for the engine; yield each chunk with the inputs'
+        (`wanted`).
+
+        gradients: of the loss with respect to each result, of the whole batch.
+        """
+        for chunk in self.chunks:
+            yield from self._of_chunk(chunk, tensors, wanted, gradients)
+
+    def _of_chunk(
+        self,
         chunk: Chunk,
         tensors: Sequence[Tensor],
         wanted: Sequence[int],
         gradients: Sequence[Tensor | None],
-    ) -> list[Tensor]:
-        """Compute one chunk's weight gradients, for the engine; return the inputs' (`wanted`).
-        Where device memory runs out, again once inputs of other blocks have left it, or in two
-        halves.
-
-        gradients: of the loss with respect to each result, of the whole batch.
-        """
+    ) -> Iterator[tuple[Chunk, list[Tensor]]]:
+        """Compute a chunk's gradients. Where device memory runs out, again once inputs of other
+        blocks have left it, or in two halves, which are chunks of their own."""
         self._await_gradients(chunk, gradients)
         try:
             found = self._backward(chunk, tensors, wanted, gradients)
@@ -241,51 +259,30 @@ class Call(UnitCall):
                 raise
             ran_out = error.with_traceback(None)  # its frames hold what was computed
         else:
-            return self._handed(chunk, tensors, wanted, found)
-        if self._card.watch.ran_out():
-            return self._backward_again(chunk, tensors, wanted, gradients)
+            yield chunk, self._handed(chunk, tensors, wanted, found)
+            return
+        parts = [chunk] if self._card.watch.ran_out() else []
+        chunk.forget_graph()
         give_back(self._device)
-        try:
-            halves = self._halves(chunk, tensors)
-        except torch.OutOfMemoryError:  # trying one row found no room either
-            halves = []
         rows = chunk.span[1] - chunk.span[0]
-        if not halves:
-            note_cure(self.unit, rows, ran_out)
-            raise ran_out
-        tell(self.context, self.unit, rows)
+        if not parts:
+            try:
+                parts = self._halves(chunk, tensors)
+            except torch.OutOfMemoryError:  # trying one row found no room either
+                parts = []
+            if not parts:
+                note_cure(self.unit, rows, ran_out)
+                raise ran_out
+            tell(self.context, self.unit, rows)
         ends = self._ends
-        parts = [self.backward(half, tensors, wanted, gradients) for half in halves]
+        for part in parts:
+            yield from self._of_chunk(part, tensors, wanted, gradients)
         self._ends = ends  # of the graphs that the other chunks have recorded
-        (one, other), cut = parts, self.given.cut
-        return [
-            torch.cat((a, b)) if cut[i] else a + b
-            for i, a, b in zip(wanted, one, other, strict=True)
-        ]
-
-    def _backward_again(
-        self,
-        chunk: Chunk,
-        tensors: Sequence[Tensor],
-        wanted: Sequence[int],
-        gradients: Sequence[Tensor | None],
-    ) -> list[Tensor]:
-        """Compute a chunk's gradients from its beginning, after an attempt ran out of memory."""
-        if chunk.saved is not None:
-            chunk.saved.clear()
-        give_back(self._device)
-        chunk.tape = chunk.saved = None
-        ends = self._ends
-        found = self.backward(chunk, tensors, wanted, gradients)
-        self._ends = ends  # of the graphs that the other chunks have recorded
-        return found
 
     def _halves(self, chunk: Chunk, tensors: Sequence[Tensor]) -> list[Chunk]:
         """Cut a chunk that ran out of memory in two; none where its halves compute something else:
         blocks that draw random numbers, write to buffers, or work on the whole batch."""
         given, unit = self.given, self.unit
-        if chunk.saved is not None:
-            chunk.saved.clear()
         if self._buffers or chunk.span[1] - chunk.span[0] < 2:
             return []
         with self._autocast.again():

@@ -320,12 +320,15 @@ _DROPOUTS = {
 
 
 class Merging:
-    """Collects the rows of some tensors of a batch, by chunk. Where several cards compute
-    (`hands_over`), every chunk is put into its rows at once, and the whole tensor notes when they
-    arrive: the next block begins with them."""
+    """Collects the rows of some tensors of a batch, by chunk.
 
-    def __init__(self, device: Device, rows: int, *, hands_over: bool) -> None:
-        self._device, self._rows, self._hands_over = device, rows, hands_over
+    in_place: every chunk is put into its rows at once, and the whole tensor notes when they arrive.
+    So the next block begins with them where several cards compute; and two halves of a batch whose
+    memory ran out need less of it.
+    """
+
+    def __init__(self, device: Device, rows: int, *, in_place: bool) -> None:
+        self._device, self._rows, self.in_place = device, rows, in_place
         self._parts: dict[int, list[Tensor]] = {}
         self._whole: dict[int, Tensor] = {}
         self._pieces: dict[int, list[tuple[tuple[int, int], Any]]] = {}
@@ -334,7 +337,7 @@ class Merging:
         """Take the rows [first, stop) of the tensor at `place`, which the device has computed."""
         first, stop = span
         has_rows = part.dim() and part.shape[0] == stop - first
-        if not self._hands_over or not has_rows or place in self._parts:
+        if not self.in_place or not has_rows or place in self._parts:
             self._parts.setdefault(place, self._taken_apart(place)).append(part)
             return
         part = part.detach()

@@ -171,6 +171,13 @@ class Gradients:
         sent.finish()
         return [sent.group]
 
+    def free_memory(self) -> None:
+        """Free the device memory that sums and downloads, which must be done, keep between
+        passes."""
+        self.discard()
+        self._scratch.clear()
+        self.stage_only(set())
+
     def stage_only(self, sizes: set[int]) -> None:
         """Free staging buffers of other sizes; downloads from them must be done."""
         self.host.staging.keep_only(sizes)

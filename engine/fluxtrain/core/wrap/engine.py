@@ -57,6 +57,7 @@ class Engine(Context):
         self.forget_gradients()
         for card in self.cards:
             card.gradients.host.give_ring_back(self.groups)
+            card.gradients.free_memory()
         addresses = {at for group in self.groups for at in group.memory.give_up_gradients()}
         for group in self.groups:
             group.memory.drop_gradient_arenas(addresses)
