@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from contextlib import suppress
@@ -101,6 +102,7 @@ def train(path: str, run_dir: str) -> None:
         emitter.emit(CommandAnswered(command=command, ok=True, message=""))
         return True, ""
 
+    signal.signal(signal.SIGTERM, lambda *_: stopped.append("SIGTERM"))
     control = ControlServer(run.socket, answer)
     control.start()
     done = run.path / "steps"  # the fake's checkpoint
@@ -111,7 +113,7 @@ def train(path: str, run_dir: str) -> None:
         while "waits" in words and not (run.path / "go").exists() and not stopped:
             time.sleep(0.02)
         if stopped:
-            code = 130
+            code = 143 if "SIGTERM" in stopped else 130
             break
         emitter.emit(_step(step))
         done.write_text(str(step))

@@ -41,6 +41,10 @@ def serve(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatur
     inference: Annotated[
         str | None, typer.Option("--inference", help="yield, beside, off or vllm=URL")
     ] = None,
+    backend: Annotated[
+        Literal["processes", "kubernetes"] | None,
+        typer.Option("--backend", help="where jobs train: on this machine, or in a cluster"),
+    ] = None,
     host: Annotated[str, typer.Option("--host", help="address to listen at")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: a free one")] = 8199,
     behind_proxy: Annotated[
@@ -60,6 +64,8 @@ def serve(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatur
         return
     server = _serving()
     settings = _settings(config, folder, cards, inference)
+    if backend is not None:
+        settings = settings.model_copy(update={"backend": backend})
     if printed is not None:
         from fluxtrain.serve.deployment import document
 

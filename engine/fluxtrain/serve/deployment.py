@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from fluxtrain.serve.monitoring import alert_rules, board
-from fluxtrain.serve.settings import ServeSettings
+from fluxtrain.serve.settings import KubernetesSettings, ServeSettings
 
 PORT, USER = 8199, 1000
 DATA = "/data"  # database, files, models and runs, in a container
@@ -30,7 +30,8 @@ def document(name: str, settings: ServeSettings) -> str:
         return _yaml(alert_rules())
     if name == "compose":
         return _COMPOSE_HEAD + _yaml(_compose(settings))
-    return _KUBERNETES_HEAD + "---\n".join(map(_yaml, _kubernetes(settings)))
+    head = _JOBS_HEAD if settings.backend == "kubernetes" else _KUBERNETES_HEAD
+    return head + "---\n".join(map(_yaml, _kubernetes(settings)))
 
 
 def _yaml(value: Any) -> str:
@@ -46,7 +47,7 @@ FROM python:3.12-slim
 ARG TORCH=torch
 ARG TORCH_INDEX=""
 RUN pip install --no-cache-dir "${{TORCH}}" ${{TORCH_INDEX:+--index-url "${{TORCH_INDEX}}"}}
-ARG PACKAGE="fluxtrain[serve,data]=={version("fluxtrain")}"
+ARG PACKAGE="fluxtrain[serve,data,kubernetes]=={version("fluxtrain")}"
 RUN pip install --no-cache-dir "${{PACKAGE}}"
 
 # A user without rights; nothing but {DATA} and /tmp is written, so that the root may be read-only.
@@ -165,39 +166,32 @@ _KUBERNETES_HEAD = """\
 #   fluxtrain serve --print kubernetes --config serve.yaml | kubectl apply -f -
 # Models that are folders have to be on the volume, or on another one that you mount.
 """
+_JOBS_HEAD = """\
+# A server whose jobs train as Jobs that Kueue admits (Kubernetes 1.31, Kueue 0.15, or newer). Push
+# the image of `--print dockerfile` and name it in serve.yaml (kubernetes.image), then:
+#   kubectl create secret generic fluxtrain-db --from-literal url=postgresql://...
+#   fluxtrain serve --print kubernetes --backend kubernetes --config serve.yaml | kubectl apply -f -
+# Its volume is on every node (ReadWriteMany), and models that are folders lie there. Set the quotas
+# of the ClusterQueue to what your nodes have.
+"""
 
 
-def _kubernetes(settings: ServeSettings) -> list[dict[str, Any]]:
-    labels = {"app": "fluxtrain"}
-    meta = {"name": "fluxtrain", "labels": labels}
-    claim = {
-        "accessModes": ["ReadWriteOnce"],
-        "resources": {"requests": {"storage": "200Gi"}},
-    }
+def locked_down(container: dict[str, Any], claim: str, mount: str) -> dict[str, Any]:
+    """Return a pod for a container: a user without rights, a root that is only read, and places for
+    all that is written. The container gets them too."""
     volumes: list[dict[str, Any]] = [
-        {"name": "data", "persistentVolumeClaim": {"claimName": "fluxtrain"}},
-        {"name": "config", "configMap": {"name": "fluxtrain"}},
+        {"name": "data", "persistentVolumeClaim": {"claimName": claim}},
         {"name": "tmp", "emptyDir": {}},
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}},
     ]
-    places = {"data": DATA, "config": str(Path(CONFIG).parent), "tmp": "/tmp", "shm": "/dev/shm"}
-    container: dict[str, Any] = {
-        "name": "fluxtrain",
-        "image": f"{IMAGE}:{version('fluxtrain')}",
-        "args": list(_SERVE),
-        "ports": [{"name": "http", "containerPort": PORT}],
-        "livenessProbe": {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 30},
-        "readinessProbe": {"httpGet": {"path": "/ready", "port": "http"}, "periodSeconds": 5},
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        },
-        "volumeMounts": [{"name": name, "mountPath": place} for name, place in places.items()],
+    places = {"data": mount, "tmp": "/tmp", "shm": "/dev/shm"}
+    container["securityContext"] = {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
     }
-    if settings.cards:
-        container["resources"] = {"limits": {"nvidia.com/gpu": len(settings.cards)}}
-    pod = {
+    container["volumeMounts"] = [{"name": name, "mountPath": at} for name, at in places.items()]
+    return {
         "securityContext": {
             "runAsNonRoot": True,
             "runAsUser": USER,
@@ -208,6 +202,33 @@ def _kubernetes(settings: ServeSettings) -> list[dict[str, Any]]:
         "containers": [container],
         "volumes": volumes,
     }
+
+
+def _kubernetes(settings: ServeSettings) -> list[dict[str, Any]]:
+    in_jobs, chosen = settings.backend == "kubernetes", settings.kubernetes
+    labels = {"app": "fluxtrain"}
+    meta = {"name": "fluxtrain", "labels": labels}
+    claim = {
+        "accessModes": ["ReadWriteMany" if in_jobs else "ReadWriteOnce"],
+        "resources": {"requests": {"storage": "200Gi"}},
+    }
+    container: dict[str, Any] = {
+        "name": "fluxtrain",
+        "image": chosen.image,
+        "args": list(_SERVE),
+        "ports": [{"name": "http", "containerPort": PORT}],
+        "livenessProbe": {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 30},
+        "readinessProbe": {"httpGet": {"path": "/ready", "port": "http"}, "periodSeconds": 5},
+    }
+    if settings.cards:
+        container["resources"] = {"limits": {"nvidia.com/gpu": len(settings.cards)}}
+    pod = locked_down(container, chosen.claim, DATA)
+    container["volumeMounts"].append({"name": "config", "mountPath": str(Path(CONFIG).parent)})
+    pod["volumes"].append({"name": "config", "configMap": {"name": "fluxtrain"}})
+    if in_jobs:
+        pod |= {"serviceAccountName": "fluxtrain", "automountServiceAccountToken": True}
+        url = {"secretKeyRef": {"name": "fluxtrain-db", "key": "url"}}
+        container["env"] = [{"name": "FLUXTRAIN_DB", "valueFrom": url}]
     deployment = {
         "replicas": 1,  # one server a folder
         "strategy": {"type": "Recreate"},
@@ -215,14 +236,55 @@ def _kubernetes(settings: ServeSettings) -> list[dict[str, Any]]:
         "template": {"metadata": {"labels": labels}, "spec": pod},
     }
     service = {"selector": labels, "ports": [{"name": "http", "port": PORT, "targetPort": "http"}]}
+    claim_meta = {**meta, "name": chosen.claim}
     return [
-        {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": meta, "spec": claim},
+        {
+            "apiVersion": "v1",
+            "kind": "PersistentVolumeClaim",
+            "metadata": claim_meta,
+            "spec": claim,
+        },
         {
             "apiVersion": "v1",
             "kind": "ConfigMap",
             "metadata": meta,
             "data": {Path(CONFIG).name: _serve_yaml(settings)},
         },
+        *(_rights_and_queues(meta, chosen) if in_jobs else ()),
         {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": meta, "spec": deployment},
         {"apiVersion": "v1", "kind": "Service", "metadata": meta, "spec": service},
+    ]
+
+
+def _rights_and_queues(meta: dict[str, Any], chosen: KubernetesSettings) -> list[dict[str, Any]]:
+    """Return what lets the server make Jobs, and what lets Kueue admit them."""
+    rights, kueue = "rbac.authorization.k8s.io", "kueue.x-k8s.io/v1beta2"
+    jobs = ["create", "get", "list", "watch", "delete"]
+    rules = [
+        {"apiGroups": ["batch"], "resources": ["jobs"], "verbs": jobs},
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list"]},
+    ]
+    role = {"apiGroup": rights, "kind": "Role", "name": "fluxtrain"}
+    quotas = [{"name": name, "nominalQuota": one} for name, one in chosen.resources.items()]
+    flavor = {"name": "fluxtrain", "resources": quotas}
+    group = {"coveredResources": list(chosen.resources), "flavors": [flavor]}
+    cluster_queue = {"namespaceSelector": {}, "resourceGroups": [group]}
+    return [
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": meta},
+        {"apiVersion": f"{rights}/v1", "kind": "Role", "metadata": meta, "rules": rules},
+        {
+            "apiVersion": f"{rights}/v1",
+            "kind": "RoleBinding",
+            "metadata": meta,
+            "roleRef": role,
+            "subjects": [{"kind": "ServiceAccount", "name": "fluxtrain"}],
+        },
+        {"apiVersion": kueue, "kind": "ResourceFlavor", "metadata": meta},
+        {"apiVersion": kueue, "kind": "ClusterQueue", "metadata": meta, "spec": cluster_queue},
+        {
+            "apiVersion": kueue,
+            "kind": "LocalQueue",
+            "metadata": {**meta, "name": chosen.queue},
+            "spec": {"clusterQueue": "fluxtrain"},
+        },
     ]

@@ -48,6 +48,7 @@ from fluxtrain.units import bytes_text
 TICK_S = 0.5
 STOP_AGAIN_S = 5.0  # between two requests to a trainer that has not stopped yet
 SILENT_S = 30.0
+WHY_PERIOD_S = 5.0  # between two questions why a trainer does not run
 RETAIN_PERIOD_S = 3600.0
 EXAMINE_PERIOD_S = 600.0
 LONGEST_S = 120.0  # that a job waits to be tried again; a longer time is of a clock that was set
@@ -133,6 +134,7 @@ class Queue:
         """Prepare the queue; backend: where trainers run."""
         self._store, self._settings, self._backend = store, settings, backend
         self._told_stop_s: dict[str, float] = {}
+        self._asked_why_s: dict[str, float] = {}
         self._silent: set[str] = set()
         self._bad_cards: dict[int, _Examined] = {}
         self._lacking: set[str] = set()  # jobs that wait for disk space
@@ -254,9 +256,11 @@ class Queue:
 
     def _tell_of_silence(self, row: Mapping[str, Any], state: State) -> None:
         if state == "waits":
-            why = self._backend.why_waits(row)
-            if why and why not in (text for _, _, text in row["notes"][-1:]):
-                self._note(row, "warn", why)
+            if time.monotonic() - self._asked_why_s.get(row["id"], 0.0) > WHY_PERIOD_S:
+                self._asked_why_s[row["id"]] = time.monotonic()
+                why = self._backend.why_waits(row)
+                if why and why not in (text for _, _, text in row["notes"][-1:]):
+                    self._note(row, "info", why)
             return
         run, began_s = summary_of(run_of(row["id"])), row["tries"].get("started_s", time.time())
         quiet_s = time.time() - max(run.updated_s, began_s) if run is not None else 0.0
@@ -317,6 +321,7 @@ class Queue:
             except OSError as error:
                 raise storage_error(path, error) from error
             self._backend.start(row, arguments)
+            self._change(row, tries={**row["tries"], "made": row["tries"]["started"]})
         except FluxTrainError as error:
             self._note(row, "error", str(error))
             self._change(row, not_before_s=time.time() + RELAUNCH_S)
@@ -371,6 +376,7 @@ class Queue:
             remove_unused(self._store, blob)
         config_path(self._store, row["id"]).unlink(missing_ok=True)
         self._told_stop_s.pop(row["id"], None)
+        self._asked_why_s.pop(row["id"], None)
 
     def _change(self, row: Mapping[str, Any], **values: Any) -> None:
         with self._store.write() as connection:

@@ -23,9 +23,10 @@ from fluxtrain.events.answers.plan import PlanAnswer
 from fluxtrain.events.run_folder.launch import TRAINER
 from fluxtrain.files.atomic import replace_file, storage_error
 from fluxtrain.serve import jobs as job_rows
-from fluxtrain.serve.backend import Processes
+from fluxtrain.serve.backend import Backend, Processes
 from fluxtrain.serve.evaluation import Evaluations
 from fluxtrain.serve.jobs import JobRequest
+from fluxtrain.serve.kubernetes_jobs import KubernetesJobs
 from fluxtrain.serve.metrics import AnswerCounts, Watched
 from fluxtrain.serve.queue import TICK_S, Queue
 from fluxtrain.serve.refusal import Refusal, not_found
@@ -64,7 +65,9 @@ class Service:
         """Prepare the service; trainer, program: commands that start `fluxtrain train` and other
         commands of `fluxtrain`."""
         self.store, self.settings, self._program = store, settings, program
-        self.queue = Queue(store, settings, Processes(trainer))
+        in_cluster = settings.backend == "kubernetes"
+        backend: Backend = KubernetesJobs(settings) if in_cluster else Processes(trainer)
+        self.queue = Queue(store, settings, backend)
         check, url = partial(checked, store), settings.vllm_url
         self.worker = (
             ModelWorker(self._why_no_answer, check, program)
@@ -142,12 +145,15 @@ class Service:
     async def _planned(self, job_id: str, config: dict[str, Any]) -> PlanAnswer | None:
         """Return the plan of a run; None where the memory is in use by a job that trains now."""
         path = job_rows.config_path(self.store, job_id)
+        machine = self.settings.kubernetes.machine
+        in_pods = self.settings.backend == "kubernetes" and machine is not None
+        options = ("--machine", str(machine)) if in_pods else ()
         try:
             replace_file(path, json.dumps(config).encode())
             async with self._planning:
                 run = str(job_rows.run_of(job_id).path)
                 return await ask_engine(
-                    PlanAnswer, str(path), "--run-dir", run, program=self._program
+                    PlanAnswer, str(path), "--run-dir", run, *options, program=self._program
                 )
         except EngineRefused as error:
             if error.exit_code == EXIT_DOES_NOT_FIT:
@@ -338,6 +344,7 @@ def _facts(plan: PlanAnswer | None) -> dict[str, Any]:
         "device_bytes": plan.device_bytes,
         "host_bytes": plan.host_bytes,
         "disk_bytes": plan.disk_bytes,
+        "checkpoint_bytes": plan.checkpoint_bytes,
         "step_s": None if plan.predicted is None else plan.predicted.step_s,
         "eta_s": None if plan.predicted is None else plan.predicted.eta_s,
         "notes": list(plan.notes),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -56,6 +57,30 @@ class Quotas(Section):
     tokens_per_minute: int = Field(default=200_000, ge=1, description="of prompts and answers")
 
 
+class KubernetesSettings(Section):
+    """How trainers run as Jobs of a cluster."""
+
+    namespace: str | None = Field(
+        default=None, description="of the Jobs; left out: that of the server's pod, or `default`"
+    )
+    queue: str = Field(default="fluxtrain", description="the LocalQueue of Kueue that admits them")
+    image: str = Field(default=f"fluxtrain-serve:{version('fluxtrain')}")
+    claim: str = Field(default="fluxtrain", description="of the volume with the service's folder")
+    mount: Path = Field(default=Path("/data"), description="where server and trainers have it")
+    resources: dict[str, str] = Field(
+        default={"cpu": "4", "memory": "32Gi", "nvidia.com/gpu": "1"},
+        description="what a trainer asks for and gets",
+    )
+    machine: Path | None = Field(
+        default=None,
+        description="what `fluxtrain probe --json` wrote in such a pod, to plan jobs by; left out: "
+        "they are planned by the server's own machine",
+    )
+    pod: dict[str, Any] = Field(
+        default={}, description="more of a pod's specification, such as nodeSelector, tolerations"
+    )
+
+
 class ServeSettings(Section):
     """Everything that an operator decides."""
 
@@ -71,6 +96,10 @@ class ServeSettings(Section):
     cards: tuple[int, ...] = Field(
         default=(), description="GPUs that jobs get, one each; empty: one job at a time, on all"
     )
+    backend: Literal["processes", "kubernetes"] = Field(
+        default="processes", description="where jobs train: on this machine, or in a cluster"
+    )
+    kubernetes: KubernetesSettings = Field(default_factory=KubernetesSettings)
     inference: (
         Literal["yield", "beside", "off"] | Annotated[str, Field(pattern=r"^vllm=https?://\S+$")]
     ) = Field(
