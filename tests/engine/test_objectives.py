@@ -13,16 +13,19 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
 from fluxtrain.config.cadence import Cadence
 from fluxtrain.core.wrap.engine import engine_of
+from fluxtrain.data.batches import Batch
 from fluxtrain.events import events as ev
 from fluxtrain.events.console import line
 from fluxtrain.events.emitter import Announcer
 from fluxtrain.measure.calibrate import calibrate
 from fluxtrain.methods.objective import BoundBatch
 from fluxtrain.methods.optimizer import EngineAdamW
+from fluxtrain.methods.text_task import CausalLM
 from fluxtrain.plan.facts import Offload
 from fluxtrain.train.checkpoint.checkpoint import read_checkpoint
 from fluxtrain.train.checkpoint.randomness import seed_everything
@@ -201,3 +204,17 @@ def test_a_block_is_timed_with_the_batches_of_any_objective(make: Make) -> None:
     found = calibrate(case.model, batch_of, torch.device("cpu"), (2, 4))
     assert found.forward.at(4) > 0 < found.backward.at(4)
     assert found.rows == tuple(batch_of(rows).rows for rows in (2, 4))
+
+
+@pytest.mark.parametrize(("tokens", "allowed"), [(1024, True), (192, False), (48, False)])
+def test_attention_of_cudnn_is_left_out_where_its_gradients_are_wrong(
+    tokens: int, allowed: bool
+) -> None:
+    config = LlamaConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        num_key_value_heads=1, vocab_size=8, max_position_embeddings=tokens,
+    )  # fmt: skip
+    tensors = torch.ones(3, 1, tokens, dtype=torch.int64)
+    batch = Batch(*tensors, predicted=tokens, tokens=tokens)
+    CausalLM().loss(LlamaForCausalLM(config), batch, tokens)
+    assert torch.backends.cuda.cudnn_sdp_enabled() == allowed

@@ -25,6 +25,18 @@ B = TypeVar("B")  # a micro-batch: what one forward and one backward pass take
 B_co = TypeVar("B_co", covariant=True)
 
 
+_CUDNN_TILE = 128  # tokens
+
+
+def choose_attention(tokens: int) -> None:
+    """Let attention over rows of `tokens` use cuDNN's kernels only where their gradients are right.
+
+    At some lengths that are no multiple of its tile they are wrong or not finite
+    (https://github.com/pytorch/pytorch/issues/196678); seen with torch 2.11 on an H200.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(tokens % _CUDNN_TILE == 0)
+
+
 class Objective(Protocol[B]):
     """What a batch holds, what its loss is, and what an evaluation reports."""
 

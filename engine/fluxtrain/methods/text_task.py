@@ -20,7 +20,7 @@ from fluxtrain.data.rendering.named import NAMED
 from fluxtrain.data.shapes.keys import TITLES
 from fluxtrain.data.splitting import few_held_out
 from fluxtrain.events.events import ChoiceMade, SampleFit
-from fluxtrain.methods.objective import BoundTask, Part, SamplePrompt, Task
+from fluxtrain.methods.objective import BoundTask, Part, SamplePrompt, Task, choose_attention
 from fluxtrain.models.known_packing import known_packing
 from fluxtrain.models.loading import LoadedModel
 
@@ -83,6 +83,7 @@ class CausalLM:
 
         What the model adds to it (the router loss of experts) counts with the batch's share.
         """
+        choose_attention(batch.input_ids.shape[1])
         entropy, rest = self._terms(model, batch, step_count)
         return entropy if rest is None else entropy + rest * (batch.predicted / step_count)
 

@@ -15,6 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from fluxtrain.methods.objective import choose_attention
+
 # the shift of noise levels by the count of the target's tokens, as the pipeline's scheduler has it
 _FEW_TOKENS, _FEW_SHIFT = 256, 0.5
 _MANY_TOKENS, _MANY_SHIFT = 4096, 1.15
@@ -96,6 +98,7 @@ class FlowMatching:
 
     def loss(self, model: nn.Module, batch: PairBatch, step_count: int) -> Tensor:
         """Compute the sum of the pairs' mean square errors, divided by `step_count` pairs."""
+        choose_attention(self.tokens(batch) // self.count(batch))
         return self._errors(model, self._drawn(batch)).sum() / step_count
 
     def metrics(self, model: nn.Module, batch: PairBatch) -> Mapping[str, float]:

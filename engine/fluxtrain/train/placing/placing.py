@@ -83,10 +83,6 @@ def choose_device(config: RunConfig) -> ChoiceMade:
     if config.train.optimizer != "adamw":
         check_third_party(config.train.optimizer, device.value)
     make_first_current(config, device.value)
-    if device.value == "cuda":
-        # gradients of cuDNN's attention are wrong for some lengths, up to torch 2.13 at least:
-        # https://github.com/pytorch/pytorch/issues/196678, https://github.com/huggingface/trl/issues/7181
-        torch.backends.cuda.enable_cudnn_sdp(False)
     return device
 
 
