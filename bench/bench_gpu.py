@@ -16,6 +16,7 @@ import json
 import os
 import statistics
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,8 @@ from random_model import random_model
 from step_timeline import StepTimeline, profiled
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from fluxtrain.core.ranks.join import join_launched
+from fluxtrain.core.ranks.exchange import Exchange
+from fluxtrain.core.ranks.join import join_launched, launched_world
 from fluxtrain.data.batches import Batch
 from fluxtrain.machine.machine import read_machine
 from fluxtrain.measure.measured_constants import measure_constants
@@ -98,6 +100,7 @@ def options_given() -> argparse.Namespace:
     parser.add_argument("--through-host", action="store_true", help="again so, last")
     parser.add_argument("--also", type=int, nargs="+", default=[], help="batches, with this plan")
     parser.add_argument("--order", default="fixed", choices=("fixed", "fast"), help="of cards")
+    parser.add_argument("--params", default="full", choices=("full", "shard"), help="of processes")
     parser.add_argument("--slow-card", type=float, help="the speed of the last GPU, below 1")
     parser.add_argument("--states", default="fp32", choices=("fp32", "bf16", "8bit"))
     parser.set_defaults(frozen="plain", vocabulary=None)
@@ -133,7 +136,9 @@ def count(text: str) -> int | Auto:
 
 def cap_memory(budget_gib: float) -> None:
     """Hold what torch takes of the GPU to the budget less CUDA's own share."""
-    for card in range(torch.cuda.device_count()):
+    several = launched_world() > 1  # each has one card
+    mine = [torch.cuda.current_device()] if several else range(torch.cuda.device_count())
+    for card in mine:
         total = torch.cuda.get_device_properties(card).total_memory
         share = min(1.0, (budget_gib - CONTEXT_GIB) * GIB / total)
         torch.cuda.set_per_process_memory_fraction(share, card)
@@ -157,6 +162,10 @@ def wrapped(
         files = disk_here.BenchFiles()
         wrap_placed(model, "cuda", plan, cards=range(cards), keeping=files, **how)
         files.remove()
+    elif options.params == "shard":
+        ranks, here = options.ranks, torch.device("cuda")
+        exchange = Exchange(ranks, here, order=options.order, shares=True)
+        wrap_placed(model, "cuda", plan, exchange=exchange, **how)
     else:
         fluxtrain.wrap(model, device="cuda", cards=cards, placement=plan, overlap=True, **how)
     engine = engine_of(model)
@@ -177,7 +186,7 @@ def planned(
         in_backward=options.in_backward,
     )  # fmt: skip
     rates = constants.rates(has_gpu=True)
-    facts = constants.applied(facts)
+    facts = replace(constants.applied(facts), processes=options.ranks.world)
     clips, passes = not options.in_backward, options.passes
     known = None if isinstance(rates, str) else rates
     request = RunRequest(
@@ -195,13 +204,14 @@ def planned(
         host_gib=options.host_gib,
         disk="auto" if options.host_gib is None else "on",
     )
-    host_bytes, disk = available(model), disk_here.home_for(facts)
+    host_bytes, disk = available(model, options), disk_here.home_for(facts)
     spills = options.host_gib is not None and options.disk_path is not None
     spill = disk_here.spill_home(options.disk_path) if spills else None
     known = disk_here.rates_with(disk_here.rates_with(known, disk), spill)
     if options.cards == 1:
         capacity = Capacity(device_free_bytes=budget_bytes, host_available_bytes=host_bytes)
         plan = place(facts, capacity, request, rates=known, disk=disk, spill=spill)
+        plan = options.ranks.of_first(plan)  # in `shard` all gather the same blocks
     else:
         if options.slow_card is not None:
             cards_here.plan_with_slow_card(options.cards - 1, options.slow_card)
@@ -233,12 +243,14 @@ def planned(
     return plan, told
 
 
-def available(model: Qwen2ForCausalLM) -> int | None:
-    """Host memory (bytes) for weights and all that comes to them; the weights are there already.
-    None: not known."""
+def available(model: Qwen2ForCausalLM, options: argparse.Namespace) -> int | None:
+    """Host memory (bytes) for weights and all that comes to them; the weights are there already. Of
+    several processes each has its part. None: not known."""
+    ranks = options.ranks
+    parts = ranks.world if options.params == "shard" else 1
     free = read_machine().memory_available_bytes
     there = sum(weight.nbytes for weight in model.parameters() if weight.device.type == "cpu")
-    return None if free is None else free + there
+    return None if free is None else free // ranks.local_world * parts + there
 
 
 def timing_batch(options: argparse.Namespace, rows: int) -> BoundBatch[Batch]:
@@ -385,6 +397,7 @@ def report(
         "parameters_b": round(parameters / 1e9, 3),
         "batch": options.batch * world,
         "processes": world,
+        "params": options.params,
         "passes": options.passes,
         "step_s": round(median_s, 3),
         "tokens_per_s": round(trained / median_s),

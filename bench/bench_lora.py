@@ -29,6 +29,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fluxtrain.config.schema import MethodSettings, ModelSettings
+from fluxtrain.core.ranks.join import ALONE
 from fluxtrain.machine.machine import read_machine
 from fluxtrain.methods.adapters import attach_adapters, find_targets
 from fluxtrain.models.kernels import choose_kernels
@@ -95,7 +96,7 @@ def options_given() -> argparse.Namespace:
     parser.set_defaults(
         disk_path=None,
         states="fp32", moments="auto", in_backward=False, passes=1, kernels="auto",
-        learning_rate=RATE, slow_card=None,
+        learning_rate=RATE, slow_card=None, ranks=ALONE, params="full",
         order="fixed",
     )  # fmt: skip
     return parser.parse_args()
@@ -158,7 +159,7 @@ def flux(config: LlamaConfig, options: argparse.Namespace) -> tuple[Any, dict[st
     free = read_machine().memory_available_bytes
     if options.host_gib:
         free = min(free or 1 << 60, int(options.host_gib * GIB))
-    bench_gpu.available = lambda _: free  # the pool is far smaller than the weights made of it
+    bench_gpu.available = lambda *_: free  # the pool is far smaller than the weights made of it
     before = psutil.Process().memory_info().rss
     engine, plan, told = wrapped(model, options)
     loop = FluxLoop(model, engine, options.learning_rate, in_backward=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,17 @@ import pytest
 import torch
 from torch import distributed, multiprocessing, nn
 from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
+from fluxtrain.config.schema import RunConfig, validate
+from fluxtrain.core.ranks.join import join_launched
+from fluxtrain.data.demo import demo_files
+from fluxtrain.events import events as ev
+from fluxtrain.train.checkpoint.recovery import locate, truly_told
+from fluxtrain.train.ranks import train_as_rank
+from fluxtrain.train.run import train
+from tests.engine.runs import losses, told, weights
 from tests.on_cards import ROWS, batch, llama
 
 pytestmark = [
@@ -58,3 +68,72 @@ def test_two_gpus_train_one_model_over_nccl(tmp_path: Path) -> None:
         assert all(torch.equal(mine[name], other[name]) for name in mine)
         apart = sum(float((mine[name].float() - alone[name].float()).abs().sum()) for name in mine)
         assert apart < 2e-3 * sum(float(alone[name].float().abs().sum()) for name in mine)
+
+
+RUNS: dict[str, dict[str, dict[str, Any]]] = {
+    "full": {},
+    "shard": {"parallel": {"params": "shard"}},
+    "accumulated": {"train": {"accumulation": 2}},
+    "lora": {"method": {"name": "lora", "rank": 8}},
+    "qlora": {"method": {"name": "qlora", "rank": 8}},
+}
+
+
+def config_of(folder: Path, name: str) -> RunConfig:
+    """Six steps of a small model whose blocks stream."""
+    common: dict[str, dict[str, Any]] = {
+        "model": {"path": str(folder), "kernels": "torch"},
+        "data": {"path": "demo", "sequence_length": 256, "held_out": 0.05},
+        "placement": {"offload": "weights", "device_groups": 0, "chunk_rows": 4},
+        "train": {
+            "steps": 6, "batch_rows": 8, "checkpoint_every": 3, "evaluate_every": 3,
+            "schedule": "constant", "learning_rate": 1e-3,
+        },
+    }  # fmt: skip
+    changed = RUNS[name]
+    settings = {key: {**common.get(key, {}), **changed.get(key, {})} for key in common | changed}
+    if not distributed.is_initialized():
+        settings["parallel"] = {"cards": 1}
+    return validate(settings)
+
+
+def rank_of_runs(number: int, folder: str, port: int) -> None:
+    told_by = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": 2, "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in told_by.items()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "2"}
+    join_launched()
+    for name in RUNS:
+        config, place = config_of(Path(folder) / "model", name), Path(folder) / f"two-{name}"
+        train_as_rank(config, lambda c=config, p=place: locate(None, p, c), truly_told)
+    distributed.destroy_process_group()
+
+
+def test_runs_of_two_gpus_have_the_losses_of_one(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(demo_files().tokenizer)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=512, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=8,
+            num_key_value_heads=4, vocab_size=len(tokenizer),
+        )
+    ).bfloat16()  # fmt: skip
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    multiprocessing.spawn(rank_of_runs, args=(str(tmp_path), free_port()), nprocs=2)
+    for name in RUNS:
+        config, place = config_of(tmp_path / "model", name), tmp_path / f"one-{name}"
+        if name != "shard":
+            train(config, locate(None, place, config))
+            alone = losses(told(place, ev.StepFinished))
+        else:
+            alone = losses(told(tmp_path / "one-full", ev.StepFinished))
+        found = losses(told(tmp_path / f"two-{name}", ev.StepFinished))
+        assert found == pytest.approx(alone, rel=3e-3), name
+    full, shared = weights(tmp_path / "two-full"), weights(tmp_path / "two-shard")
+    assert all(torch.equal(full[name], shared[name]) for name in full)
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
