@@ -214,7 +214,8 @@ def test_attention_of_cudnn_is_left_out_where_its_gradients_are_wrong(
         hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
         num_key_value_heads=1, vocab_size=8, max_position_embeddings=tokens,
     )  # fmt: skip
-    tensors = torch.ones(3, 1, tokens, dtype=torch.int64)
-    batch = Batch(*tensors, predicted=tokens, tokens=tokens)
+    ids = torch.ones(1, tokens, dtype=torch.int64)
+    at = torch.arange(tokens)[None]
+    batch = Batch(input_ids=ids, labels=ids, position_ids=at, predicted=tokens, tokens=tokens)
     CausalLM().loss(LlamaForCausalLM(config), batch, tokens)
     assert torch.backends.cuda.cudnn_sdp_enabled() == allowed
