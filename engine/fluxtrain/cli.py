@@ -120,6 +120,7 @@ def train(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatur
         if not found.resumes:
             raise BadInput(f"{found.run_dir.path} holds no run: name a CONFIG.yaml, or use --demo")
         chosen = resumed_config(found.run_dir, overrides)
+    chosen, overrides = processes.with_planned_mode(chosen, config, demo, overrides, found)
     if chosen.parallel.processes > 1 and not processes.launched():
         words = processes.words_of(config, demo, overrides, json, debug, trace, disk_wait)
         processes.train_in_processes(chosen.parallel, found or new_run(chosen), words)
@@ -238,11 +239,20 @@ def dry_run(
 
     Shows predicted and measured values side by side.
     """
-    chosen = _named_config("try", config, demo, overrides_of(sets, None, device))
+    from fluxtrain.commands import processes
+
+    overrides = overrides_of(sets, None, device)
+    chosen = _named_config("try", config, demo, overrides)
+    chosen, overrides = processes.with_planned_mode(chosen, config, demo, overrides, None)
+    if chosen.ranks_planned > 1 and not processes.launched():
+        words = processes.named(config, demo=demo, overrides=overrides)
+        processes.try_in_processes(chosen, words, json=json)
     with Importing():
         from fluxtrain.commands import dry_run as trial
 
     found = trial.dry_run(chosen)
+    if found is None:  # another rank tells
+        return
     if json:
         print_json(found)
     else:

@@ -11,8 +11,10 @@ from unittest.mock import patch
 
 from torch import distributed
 
+from fluxtrain.commands.dry_run import dry_run
 from fluxtrain.config.schema import load_config
 from fluxtrain.errors import FluxTrainError
+from fluxtrain.events.answers.answers import DryRunAnswer
 from fluxtrain.train.checkpoint.recovery import locate, truly_told
 from fluxtrain.train.ranks import train_as_rank
 
@@ -20,9 +22,7 @@ from fluxtrain.train.ranks import train_as_rank
 def run(config: str, run_dir: str, overrides: list[str], resume: str | None = None) -> str:
     """Train as one of the ranks; return the error's text, or ""."""
     settings = load_config(Path(config), ["parallel.mode=fsdp", *overrides])
-    world = str(distributed.get_world_size())
-    variables = {"WORLD_SIZE": world, "RANK": str(distributed.get_rank())}
-    with patch.dict(os.environ, variables), contextlib.redirect_stdout(io.StringIO()):
+    with _launched(), contextlib.redirect_stdout(io.StringIO()):
         try:
             train_as_rank(
                 settings, lambda: locate(resume, Path(run_dir), settings), truly_told, json=False
@@ -35,3 +35,16 @@ def run(config: str, run_dir: str, overrides: list[str], resume: str | None = No
 def run_otherwise(config: str, run_dir: str, others: list[Any]) -> str:
     """Train with overrides that differ between the ranks."""
     return run(config, run_dir, others[distributed.get_rank()])
+
+
+def tried(config: str) -> DryRunAnswer | None:
+    """Make a dry run as one of the ranks."""
+    settings = load_config(Path(config), ["parallel.mode=fsdp"])
+    with _launched(), contextlib.redirect_stderr(io.StringIO()):
+        return dry_run(settings)
+
+
+def _launched() -> Any:
+    """Set what torchrun sets."""
+    world, rank = str(distributed.get_world_size()), str(distributed.get_rank())
+    return patch.dict(os.environ, {"WORLD_SIZE": world, "RANK": rank})

@@ -42,7 +42,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = folder / "run.yaml"
     path.write_text(
         f"model: {{path: {folder / 'model'}, dtype: float32}}\n"
-        f"data: {{path: {data}, sequence_length: 16, held_out: 0.1, token_cache: never}}\n"
+        f"data: {{path: {data}, sequence_length: 16, held_out: 0.1, token_cache: 'off'}}\n"
         f"train: {{steps: {STEPS}, batch_rows: 4, learning_rate: 1e-3, warmup_steps: 0,\n"
         "  evaluate_every: 2, checkpoint_every: 2}\n"
         "placement: {device: cpu}\n"
@@ -71,13 +71,24 @@ def _trained(ranks: Ranks, config: Path, run_dir: Path, *overrides: str) -> Path
 def test_two_ranks_train_evaluate_and_save_what_one_process_does(
     ranks: Ranks, config: Path, tmp_path: Path
 ) -> None:
-    settings = load_config(config, [])
+    asked = ["samples.prompts=[the quick, what is]", "samples.every=2", "samples.max_new_tokens=4"]
+    settings = load_config(config, asked)
     train(settings, locate(None, tmp_path / "one", settings))
-    two = _trained(ranks, config, tmp_path / "two", "comm.profile_steps=1")
+    two = _trained(ranks, config, tmp_path / "two", "comm.profile_steps=1", *asked)
     assert _losses(two) == pytest.approx(_losses(tmp_path / "one"), abs=1e-4)
-    for kind in (ev.EvaluationFinished,):
-        of_one = [event.loss for event in _events(tmp_path / "one", kind)]
-        assert [event.loss for event in _events(two, kind)] == pytest.approx(of_one, abs=1e-4)
+    evaluated, written = ev.EvaluationFinished, ev.SampleGenerated
+    of_one = [event.loss for event in _events(tmp_path / "one", evaluated)]
+    assert [event.loss for event in _events(two, evaluated)] == pytest.approx(of_one, abs=1e-4)
+    samples = [(event.step, event.prompt, event.text) for event in _events(two, written)]
+    assert samples == [
+        (event.step, event.prompt, event.text)
+        for event in _events(tmp_path / "one", written)
+        if event.count == 2  # one more is of the finished model
+    ]
+    assert [step for step, *_ in samples] == [0, 0, 2, 2, 4, 4]
+    found = json.loads((two / "result.json").read_text())
+    peak, predicted = found["measured_device_peak_bytes"], found["predicted_device_peak_bytes"]
+    assert peak == pytest.approx(predicted, rel=0.02)
     one, other = _weights(tmp_path / "one"), _weights(two)
     assert set(one) == set(other)
     assert max(float((one[name] - other[name]).abs().max()) for name in one) < 2e-3
@@ -99,6 +110,14 @@ def test_a_run_is_resumed_by_the_same_ranks_and_by_one_process(
     settings = load_config(config, same)
     train(settings, locate("auto", tmp_path / "alone", settings))
     assert _losses(tmp_path / "alone") == pytest.approx(_losses(whole), abs=1e-4)
+
+
+def test_a_dry_run_on_two_ranks_is_told_by_the_first(ranks: Ranks, config: Path) -> None:
+    first, second = ranks.run(work.tried, str(config))
+    assert second is None
+    assert (first.steps, first.total_steps) == (3, STEPS)
+    assert first.losses[0] > first.losses[-1]
+    assert first.device_bytes.measured == pytest.approx(first.device_bytes.predicted, rel=0.02)
 
 
 @pytest.mark.slow
@@ -137,7 +156,6 @@ def test_auto_says_by_its_numbers_why_it_compresses_or_not(
         (["comm.compress=int7"], "did you mean int8?"),
         (["train.states=8bit"], "leave both out"),
         (["model.dtype=float16"], "bfloat16"),
-        (["samples.prompts=[Hello]"], "fluxtrain generate"),
         (["comm.compress=auto", "fsdp.sharding_strategy=NO_SHARD"], "name a method"),
         (["comm.compress=randomk", "comm.config={error_feedback: true}"], '"scale": false'),
     ],

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from fluxtrain.commands.processes import is_follower, launched
 from fluxtrain.config.cadence import Cadence
 from fluxtrain.config.choices import choose_schedule
 from fluxtrain.config.schema import RunConfig, validate
@@ -30,7 +31,9 @@ from fluxtrain.methods.method import usual_rate
 from fluxtrain.plan.guard import UNKNOWN_DISK, DiskCapacity
 from fluxtrain.train.checkpoint.recovery import Target
 from fluxtrain.train.checkpoint.writer import CheckpointWriter
+from fluxtrain.train.ranks import train_as_rank
 from fluxtrain.train.run import Run, train
+from fluxtrain.train.sharded_run import FollowingRun, ShardedRun
 from fluxtrain.units import duration_text
 
 if TYPE_CHECKING:
@@ -87,23 +90,39 @@ class DryRun(Run):
         self._session.measured["steps_per_epoch"] = self._task.data.steps_per_epoch
 
 
-def dry_run(config: RunConfig) -> DryRunAnswer:
+class ShardedDryRun(DryRun, ShardedRun):
+    """The dry run of rank 0 of a sharded model."""
+
+    def train(self) -> None:
+        """Make the steps; nothing is gathered to be saved."""
+        Run.train(self)
+
+
+class FollowingDryRun(FollowingRun, ShardedDryRun):
+    """The dry run of another rank."""
+
+
+def dry_run(config: RunConfig) -> DryRunAnswer | None:
     """Train `STEPS` steps as `config` says and compare; progress goes to standard error.
+
+    Return None in a rank of a sharded model that keeps no records.
 
     Raises:
         FluxTrainError: as the run itself would in its first steps.
     """
-    config.refuse_sharded("dry-run")
-    refuse_several_processes()
+    if not config.is_sharded:
+        refuse_several_processes()
     host_limit_bytes = read_machine().memory_available_bytes
     started_s = time.monotonic()
     with temporary_folder("dry-run", "the records of a dry run") as folder:
         run = RunDir(folder / "run")
         try:
             with contextlib.redirect_stdout(sys.stderr):
-                train(_shortened(config), Target(run_dir=run, resumes=False), kind=DryRun)
+                _train(_shortened(config), Target(run_dir=run, resumes=False))
         except Interrupted as stopped:  # its message names the folder, which is deleted now
             raise Interrupted(_LEFT_NOTHING, stopped.exit_code) from None
+        if is_follower():
+            return None
         events = list(read_events(run.journal))
         ending = read_json(run.result) or {}
     schedule = choose_schedule(
@@ -118,6 +137,16 @@ def dry_run(config: RunConfig) -> DryRunAnswer:
         host_limit_bytes=host_limit_bytes,
         seconds=time.monotonic() - started_s,
     )
+
+
+def _train(config: RunConfig, target: Target) -> None:
+    if not config.is_sharded:
+        train(config, target, kind=DryRun)
+    elif launched():
+        kinds = (ShardedDryRun, FollowingDryRun)
+        train_as_rank(config, lambda: target, contextlib.nullcontext, kinds=kinds)
+    else:
+        train(config, target, kind=ShardedDryRun)
 
 
 def compared(

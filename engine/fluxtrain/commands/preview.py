@@ -30,11 +30,13 @@ from fluxtrain.methods.text_task import counted, read_as
 from fluxtrain.models.copies import Copied
 from fluxtrain.models.isolation import takes_positions
 from fluxtrain.models.model_files import is_pipeline
+from fluxtrain.plan.capacity import CardsCapacity
 from fluxtrain.plan.facts import Capacity, ModelFacts
 from fluxtrain.plan.machine_file import PlannedMachine
 from fluxtrain.plan.placement import Placement
 from fluxtrain.plan.reasons import ON_DISK
 from fluxtrain.train.inputs import DEMO
+from fluxtrain.train.placing.cards import cards_of
 from fluxtrain.train.placing.forecast import (
     card_lines,
     forecast_of,
@@ -57,7 +59,9 @@ from fluxtrain.train.placing.preflight import (
     refuse_what_does_not_fit,
 )
 from fluxtrain.train.placing.row_length import FirstSamples, first_samples, with_row_length
+from fluxtrain.train.placing.sharded import MEMORY, plan_sharded, sharding_of, with_mode
 from fluxtrain.train.placing.snapshot import snapshot_of
+from fluxtrain.train.run import of_all_ranks, rows_of_rank, share_of
 from fluxtrain.units import bytes_text, count_text
 
 ASSUMED = "the rates in the file and constants of this class of machines"
@@ -81,7 +85,6 @@ def preview(
         BadInput, DoesNotFit: as the run would.
     """
     refuse_several_processes()
-    config.refuse_sharded("plan")
     device = choose_device(config) if elsewhere is None else _device_of(config, elsewhere)
     machine, per_s = _measured(elsewhere, report)
     capacity = _capacity(config, elsewhere, device.value)
@@ -105,21 +108,28 @@ def preview(
         told = _told(config, first)
     estimated = not of_images and _is_estimate(first)
     disk = elsewhere.disk if elsewhere else disk_room(run_dir or runs_root())
-    placement = decide(
-        config, facts, machine, device.value,
-        batch_rows=asked_rows,
-        data_rows=max(1, rows // config.train.accumulation),
-        capacity=capacity,
-        elsewhere=elsewhere.cards if elsewhere and device.value == "cuda" else None,
+    there = elsewhere.cards if elsewhere and device.value == "cuda" else None
+    asked = asked_rows, max(1, rows // config.train.accumulation)
+    found = _decided(
+        config,
+        facts,
+        machine,
+        device.value,
+        capacity,
+        there,
+        asked,
         constants=constants,
         runs_in=disk.path,
-    )  # fmt: skip
-    where = capacity or capacity_of(machine, device.value)
+    )
+    config, placement, constants, where, mode = found
+    ranks = config.ranks_planned
     refuse_what_does_not_fit(config, facts, placement, copied, where.host_available_bytes, disk)
     where = within_host(where, config)
     schedule = choose_schedule(
         config.train,
-        steps_per_epoch=max(1, -(-rows // (placement.batch_rows * config.train.accumulation))),
+        steps_per_epoch=max(
+            1, -(-rows // (ranks * placement.batch_rows * config.train.accumulation))
+        ),
         usual_rate=usual_rate(config),
         estimated=estimated,
     )
@@ -144,6 +154,11 @@ def preview(
             *schedule.told,
             *told,
             *([_NO_CARDS] if placement.told_cards and not where.has_gpu else ()),
+            *(
+                f"of each of {ranks} ranks: {c.value} of device memory: {c.because}"
+                for c in placement.choices
+                if c.name == MEMORY
+            ),
         ),
         fitting_share=fit.share if fit else None,
         samples=counted(fit) if fit else None,
@@ -160,13 +175,14 @@ def preview(
         steps=steps,
         machine=elsewhere.line if elsewhere else machine.line(),
         predicted=forecast.time(steps),
-        predicted_because=forecast.because,
+        predicted_because=constants.source if config.is_sharded else forecast.because,
         timing=constants.timing,
-        plans=forecast.options(steps),
+        plans=() if config.is_sharded else forecast.options(steps),
         choices=(
-            device, dtype, *read, *chosen, *targets, *placement.choices,
-            *page_locks_planned(facts, placement, device.value, per_s), *schedule.choices,
-            snapshot.choice(config.train.checkpoint_every),
+            device, dtype, *read, *chosen, *targets, *mode,
+            *of_all_ranks(placement.choices, placement.batch_rows, ranks),
+            *page_locks_planned(facts, placement, "" if config.is_sharded else device.value, per_s),
+            *schedule.choices, snapshot.choice(config.train.checkpoint_every),
         ),
         settings=tuple(settings(config)),
         config=config.model_dump(mode="json"),
@@ -174,6 +190,47 @@ def preview(
         left_out=placement.left_out,
     )  # fmt: skip
     return snapshot.counted_in(answer)
+
+
+def _decided(
+    config: RunConfig,
+    facts: ModelFacts,
+    machine: Machine,
+    device: str,
+    capacity: Capacity | None,
+    there: CardsCapacity | None,
+    asked: tuple[int | None, int],
+    *,
+    constants: Constants,
+    runs_in: str,
+) -> tuple[RunConfig, Placement, Constants, Capacity, tuple[ChoiceMade, ...]]:
+    """Return the configuration with its mode, the placement of a process, what its time is from,
+    the memory that it may take, and why the mode was chosen.
+
+    `asked` are the rows of a batch, None: the plan chooses, and of an epoch.
+    """
+    batch_rows, data_rows = asked
+    mode: tuple[ChoiceMade, ...] = ()
+    if not config.is_sharded:
+        placement = decide(
+            config, facts, machine, device,
+            batch_rows=batch_rows, data_rows=data_rows, capacity=capacity, elsewhere=there,
+            constants=constants, runs_in=runs_in,
+        )  # fmt: skip
+        if device == "cuda" and config.parallel.mode == "auto":
+            cards = there or cards_of(config, machine, device, None)
+            config, mode = with_mode(config, facts, placement, constants, data_rows, cards, machine)
+    if config.is_sharded:
+        ranks = config.ranks_planned
+        machine = share_of(machine, ranks)
+        if capacity is not None and (host := capacity.host_available_bytes) is not None:
+            capacity = replace(capacity, host_available_bytes=host // ranks)
+        placement, constants = plan_sharded(
+            config, facts, machine, device, sharding_of(config, ranks, ranks),
+            rows_of_rank(batch_rows, ranks), max(1, data_rows // ranks), constants,
+            capacity=capacity, elsewhere=there,
+        )  # fmt: skip
+    return config, placement, constants, capacity or capacity_of(machine, device), mode
 
 
 def _rows_and_form(

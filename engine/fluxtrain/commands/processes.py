@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,10 +11,17 @@ from typing import NoReturn
 
 import typer
 
+from fluxtrain.commands.importing import Importing
+from fluxtrain.commands.options import chosen_config
 from fluxtrain.commands.output import complain
+from fluxtrain.config.schema import RunConfig
 from fluxtrain.core.ranks.launch import launch
 from fluxtrain.errors import EXIT_INTERRUPTED, BadInput, Interrupted, RankLost
+from fluxtrain.events.answers.asking import EngineRefused, ask_engine
+from fluxtrain.events.answers.plan import PlanAnswer
+from fluxtrain.events.run_folder.run_dir import runs_root
 from fluxtrain.events.trace.export import traced
+from fluxtrain.machine.gpu import read_gpus
 from fluxtrain.plan.request import ParallelRequest
 from fluxtrain.train.checkpoint.recovery import Target, truly_told
 
@@ -36,6 +44,48 @@ def kept(target: Target, *, trace: Path | None) -> Iterator[None]:
         yield
 
 
+def with_planned_mode(
+    chosen: RunConfig, config: Path | None, demo: bool, overrides: list[str], target: Target | None
+) -> tuple[RunConfig, list[str]]:
+    """Return configuration and overrides in which `parallel.mode: auto` is fsdp, where `fluxtrain
+    plan` predicts that faster.
+
+    They stay as they are for a run that is resumed, on one card, in a process that a launcher
+    started, and on a machine that `fluxtrain probe` has not measured. The plan is made in another
+    process, whose memory on the cards is free again.
+    """
+    words = named(config, demo=demo, overrides=overrides)
+    resumes = target is not None and target.resumes
+    if resumes or not (mode := _planned_mode(chosen, words)):
+        return chosen, overrides
+    overrides = [*overrides, *mode]
+    return chosen_config(config, demo, overrides) or chosen, overrides
+
+
+def _planned_mode(config: RunConfig, words: Sequence[str]) -> list[str]:
+    parallel = config.parallel
+    if parallel.mode != "auto" or config.is_sharded or parallel.processes > 1 or launched():
+        return []
+    if config.placement.device == "cpu" or len(read_gpus().gpus) < 2:
+        return []
+    with Importing():
+        from fluxtrain.measure.probe.probe import known_rates
+    if not known_rates(runs_root()):
+        return []
+    try:
+        planned = asyncio.run(ask_engine(PlanAnswer, *words))
+    except EngineRefused:
+        return []  # the run says by itself what is wrong
+    for choice in planned.choices:
+        if choice.name == "parallel.mode" and choice.value == "fsdp":
+            complain(f"parallel.mode: auto is fsdp: {choice.because}")
+            return [
+                "parallel.mode=fsdp",
+                f"parallel.processes={planned.config['parallel']['processes']}",
+            ]
+    return []
+
+
 def words_of(
     config: Path | None,
     demo: bool,
@@ -46,12 +96,27 @@ def words_of(
     disk_wait: float,
 ) -> list[str]:
     """Return the options of `fluxtrain train` for one of its processes."""
-    flags = {"--demo": demo, "--json": json, "--debug": debug}
-    words = ["train", *([] if config is None else [str(config)])]
-    words += [word for one in overrides for word in ("--set", one)]
+    flags = {"--json": json, "--debug": debug}
+    words = ["train", *named(config, demo=demo, overrides=overrides)]
     words += [flag for flag, is_set in flags.items() if is_set]
     words += [] if trace is None else ["--trace", str(trace)]
     return [*words, "--disk-wait", str(disk_wait)]
+
+
+def named(config: Path | None, *, demo: bool, overrides: Sequence[str]) -> list[str]:
+    """Return the words of a command that name its configuration."""
+    words = ["--demo"] * demo + ([] if config is None else [str(config)])
+    return words + [word for one in overrides for word in ("--set", one)]
+
+
+def try_in_processes(config: RunConfig, words: Sequence[str], *, json: bool) -> NoReturn:
+    """Make the dry run of a sharded model in its processes; end this one as it ended.
+
+    Raises what `fluxtrain plan` refuses, before they start.
+    """
+    asyncio.run(ask_engine(PlanAnswer, *words))
+    words = ["dry-run", *words, *["--json"] * json]
+    raise typer.Exit(launch(words, config.parallel.processes, 0, lambda: None))
 
 
 def train_in_processes(parallel: ParallelRequest, target: Target, words: list[str]) -> NoReturn:

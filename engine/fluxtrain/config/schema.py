@@ -260,13 +260,10 @@ class RunConfig(Section):
         """Return whether FSDP2 shards the model over processes."""
         return self.fsdp.enabled or self.parallel.mode == "fsdp"
 
-    def refuse_sharded(self, command: str) -> None:
-        """Raise BadInput in a command that knows other runs alone."""
-        if self.is_sharded:
-            raise BadInput(
-                f"`fluxtrain {command}` knows parallel.mode=layers alone: leave parallel.mode and "
-                "fsdp.enabled out, or start `fluxtrain train`, which tells its plan first"
-            )
+    @property
+    def ranks_planned(self) -> int:
+        """Return how many processes share a sharded model where no launcher says so; else 1."""
+        return self.parallel.processes if self.is_sharded else 1
 
     @model_validator(mode="after")
     def _compression_only_between_shards(self) -> RunConfig:

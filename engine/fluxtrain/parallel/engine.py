@@ -126,6 +126,9 @@ class ShardedEngine:
             grads = [_local(p.grad) for p in self._trained() if p.grad is not None]
             torch._foreach_mul_(grads, scale)
         optimizer.step()
+        if self.device.torch_device.type == "cpu":  # a GPU knows its peak
+            counts = self.cards[0].counts
+            counts.peak_bytes = max(counts.peak_bytes, sum(self._bytes().values()))
 
     def forget_gradients(self) -> None:
         """Drop all gradients."""

@@ -250,7 +250,8 @@ class ParallelRequest:
     mode: Literal["auto", "layers", "fsdp"] = _knob(
         "layers: one process, whose blocks stream, on all cards; fsdp: a process a card, and the "
         "model sharded over them by torch's FSDP2, for models that fit on all cards together "
-        "without streaming (start them with torchrun, or set processes); auto is layers"
+        "without streaming (start them with torchrun, or set processes); auto takes fsdp where "
+        "`fluxtrain plan` predicts it faster on all cards of a measured machine, else layers"
     )
     cards: Cards = _knob(
         "cards that compute: a number of them, or a list such as [0, 2], by the numbers that torch "

@@ -33,6 +33,7 @@ LANES = ("uploads", "downloads")  # of each card
 STEPS = 5  # at most: the first fill the pipeline
 ALIKE = 1e-4  # of a step: two that differ by less are alike
 _STEADY = 2  # of the last steps are averaged
+COMMUNICATION = "communication"  # of a sharded model
 _BINDS = {
     "compute": "the GPU",
     "uploads": "copies of weights to the GPU",
@@ -41,6 +42,7 @@ _BINDS = {
     "update": "AdamW on the host",
     "queueing": "the processor that drives the GPU",
     "host memory": "AdamW and copies in host memory",
+    COMMUNICATION: "communication between the ranks",
 }
 _BINDS_HERE = {"compute": "the processor", "update": "AdamW on the host"}
 

@@ -35,14 +35,22 @@ _GRACE_S = 5.0  # for a rank to end by itself once another one is gone
 
 
 def train_as_rank(
-    config: RunConfig, locate: Callable[[], Target], told: Callable[[Target], Any], **how: Any
+    config: RunConfig,
+    locate: Callable[[], Target],
+    told: Callable[[Target], Any],
+    *,
+    kinds: tuple[type[Run], type[Run]] | None = None,
+    **how: Any,
 ) -> None:
     """Join the other processes and train with them; rank 0 does so in the directory that `locate`
-    finds or makes, inside of `told`. The others keep their records in a temporary folder.
+    finds or makes, inside of `told`. The others keep their records in a temporary folder. `kinds`
+    are other classes of run, of rank 0 and of the others.
 
     Raises as `train`; RankLost where another rank has ended.
     """
     _refuse_other_count(config)
+    if kinds is None:
+        kinds = (ShardedRun, FollowingRun) if config.is_sharded else (Run, ComputingRun)
     ranks = join_launched()
     with contextlib.ExitStack() as opened:
         target = locate() if ranks.is_first else None
@@ -55,10 +63,8 @@ def train_as_rank(
             opened.enter_context(truly_told(target))
             nowhere = opened.enter_context(open(os.devnull, "w", encoding="utf-8"))
             opened.enter_context(contextlib.redirect_stdout(nowhere))
-            kind = FollowingRun if config.is_sharded else ComputingRun
-            how |= {"live_fd": None, "opened": lambda _: None, "kind": kind}
-        elif config.is_sharded:
-            how["kind"] = ShardedRun
+            how |= {"live_fd": None, "opened": lambda _: None}
+        how["kind"] = kinds[not ranks.is_first]
         opened.enter_context(_ending_with_others(ranks))
         try:
             train(config, target, ranks=ranks, **how)

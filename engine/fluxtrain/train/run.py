@@ -87,7 +87,7 @@ def train(
     """
     made = kind or Run
     fix_threads()
-    machine = _share_of(read_machine(), ranks, parts_of(config, ranks))
+    machine = share_of(read_machine(), ranks.local_world, parts_of(config, ranks))
     limit = machine.memory_total_bytes
     open_session = partial(Session, target.run_dir, host_limit_bytes=limit, ranks=ranks)
     with (
@@ -133,6 +133,7 @@ class Run:
 
     keeps_checkpoints = True
     checkpoint_writer: type[CheckpointWriter] = CheckpointWriter
+    _samples_of: Callable[..., Samples] = Samples
 
     @staticmethod
     def files(session: Session) -> DiskCapacity:
@@ -152,7 +153,7 @@ class Run:
         self._method = method_of(config)
         task = inputs.task
         ranks = session.ranks
-        rows = rows_of_rank(_known_rows(config, checkpoint), ranks)
+        rows = rows_of_rank(_known_rows(config, checkpoint), ranks.world)
         final_model.refuse_without_evaluations(config.train, task.rows("held_out"))
         bound = None if rows is None else self._bind(rows)  # refuses a batch beyond the data
         ranks.refuse_others(_facts(config, task), SAME)
@@ -177,7 +178,7 @@ class Run:
             ChoiceMade(name="model.kernels", value=kernels.value, because=kernels.because),
             *task.choices,
             *inputs.choices,
-            *_of_all_ranks(self._plan.placement.choices, rows, ranks),
+            *of_all_ranks(self._plan.placement.choices, rows, ranks.world),
             *page_locks_of(self.engine, self._plan.constants.per_s),
             *self.schedule.choices,
             self._snapshot.choice(config.train.checkpoint_every),
@@ -444,7 +445,7 @@ class Run:
         model = TrainedModel(loaded=self._inputs.loaded, device=self.engine.device.torch_device)
         prompt = self._inputs.task.prompt
         talks = prompt is not None and prompt.talks
-        return Samples(settings, prompts, model, self._session.announcer, talks=talks)
+        return self._samples_of(settings, prompts, model, self._session.announcer, talks=talks)
 
 
 def _checkpoint_of(target: Target, session: Session) -> Checkpoint | None:
@@ -486,29 +487,29 @@ def of_rank(config: RunConfig, ranks: Ranks) -> RunConfig:
     return config.model_copy(update={"parallel": replace(config.parallel, cards=own)})
 
 
-def rows_of_rank(rows: int | None, ranks: Ranks) -> int | None:
+def rows_of_rank(rows: int | None, world: int) -> int | None:
     """Return one rank's rows of a micro-batch of all ranks; None where the plan chooses.
 
     Raises BadInput where they cannot be shared evenly.
     """
-    if rows is not None and rows % ranks.world:
-        near = -(-rows // ranks.world) * ranks.world
+    if rows is not None and rows % world:
+        near = -(-rows // world) * world
         raise BadInput(
-            f"train.batch_rows is {rows}, and {ranks.world} processes share a batch evenly: set "
+            f"train.batch_rows is {rows}, and {world} processes share a batch evenly: set "
             f"train.batch_rows={near} for a new run, or resume with a number of processes that "
             f"divides {rows}"
         )
-    return None if rows is None else rows // ranks.world
+    return None if rows is None else rows // world
 
 
-def _of_all_ranks(choices: Sequence[ChoiceMade], rows: int, ranks: Ranks) -> Iterator[ChoiceMade]:
+def of_all_ranks(choices: Sequence[ChoiceMade], rows: int, world: int) -> Iterator[ChoiceMade]:
     """Yield the choices of a rank's plan, with the rows of all ranks."""
-    if ranks.world > 1:
+    if world > 1:
         because = f"{rows} rows of each micro-batch are computed by each"
-        yield ChoiceMade(name="parallel.processes", value=str(ranks.world), because=because)
+        yield ChoiceMade(name="parallel.processes", value=str(world), because=because)
     for one in choices:
         is_rows = one.name == "train.batch_rows"
-        yield msgspec.structs.replace(one, value=str(rows * ranks.world)) if is_rows else one
+        yield msgspec.structs.replace(one, value=str(rows * world)) if is_rows else one
 
 
 def _plan_of_first(plan: RunPlan, config: RunConfig, ranks: Ranks) -> RunPlan:
@@ -525,11 +526,11 @@ def _refuse_change(command: str, arguments: Mapping[str, Any]) -> tuple[bool, st
     return False, "processes share the weights (parallel.params=shard): nothing can be moved"
 
 
-def _share_of(machine: Machine, ranks: Ranks, parts: int) -> Machine:
+def share_of(machine: Machine, local_ranks: int, parts: int = 1) -> Machine:
     """Return the machine with the free memory that one of its ranks may take, as if it held all of
     the `parts` that weights and states are in."""
     free = machine.memory_available_bytes
-    share = None if free is None else free // ranks.local_world * parts
+    share = None if free is None else free // local_ranks * parts
     return msgspec.structs.replace(machine, memory_available_bytes=share)
 
 

@@ -87,7 +87,7 @@ class RunPlan:
             eta_s=time.eta_s if time else None,
             disk_bytes=forecast.disk_bytes,
             binds=time.binds if time else "",
-            constants=forecast.because,
+            constants=self.constants.source if self.config.is_sharded else forecast.because,
             timing=self.constants.timing,
             samples=self.samples,
             cards=placement.told_cards,
@@ -121,7 +121,7 @@ def plan_run(
         DoesNotFit: host memory, the device or the disk cannot hold the run.
     """
     facts = replace(model_facts_for(config, loaded.model), processes=ranks.world)
-    constants = _calibrated(config, facts, loaded, task, (machine, device, batch_rows))
+    constants = calibrated(config, facts, loaded, task, (machine, device, batch_rows))
     measured = constants.applied(facts)
     to_come = constants.still_to_come_bytes
     # libraries and data are in memory by now; pages of the model's files count as available
@@ -150,7 +150,7 @@ def plan_run(
     )  # fmt: skip
 
 
-def _calibrated(
+def calibrated(
     config: RunConfig,
     facts: ModelFacts,
     loaded: LoadedModel,

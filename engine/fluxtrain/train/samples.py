@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import distributed, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fluxtrain.config.section import SampleSettings
+from fluxtrain.core.ranks.join import Ranks
 from fluxtrain.errors import BadInput, is_panic
 from fluxtrain.events.emitter import Announcer
 from fluxtrain.events.events import SampleGenerated
@@ -73,6 +76,8 @@ def prompts_of(settings: SampleSettings) -> list[UserPrompt]:
 class Samples:
     """Answers the same prompts whenever it is asked, and reports each answer as an event."""
 
+    retries = True  # with fewer rows, or without samples, when memory runs out
+
     def __init__(
         self,
         settings: SampleSettings,
@@ -116,7 +121,8 @@ class Samples:
         try:
             written = self._answers(stopped)
         except BaseException as error:  # models bring code of their own to generate
-            if not isinstance(error, Exception) and not is_panic(error):
+            passes = isinstance(error, Exception) or is_panic(error)
+            if not passes or (isinstance(error, torch.OutOfMemoryError) and not self.retries):
                 raise
             told = f"no more samples are made, the training goes on: {first_line(error)}"
             self._announcer.warn(told)
@@ -145,7 +151,7 @@ class Samples:
             try:
                 return self._in_batches(stopped)
             except torch.OutOfMemoryError:
-                if self._rows == 1:
+                if self._rows == 1 or not self.retries:
                     raise
             self._rows = -(-self._rows // 2)
 
@@ -170,3 +176,29 @@ class Samples:
                 ]
         finally:
             model.train(was_training)
+
+
+class SamplesTogether(Samples):
+    """Answers by a model of which each rank has a part: all compute, and rank 0's logits count."""
+
+    retries = False  # the other ranks have the memory, and wait for this one
+
+    def __init__(self, ranks: Ranks, *rest: Any, **options: Any) -> None:
+        """`rest` and `options` are those of `Samples`."""
+        super().__init__(*rest, **options)
+        self._ranks = ranks
+
+    def write(self, step: int, stopped: Callable[[], bool]) -> None:
+        """Answer all prompts on every rank; a stop of any of them is one of all."""
+        hook = self._model.model.register_forward_hook(_with_logits_of_first)
+        try:
+            super().write(step, lambda: bool(self._ranks.most([stopped()])[0]))
+        finally:
+            hook.remove()
+
+
+def _with_logits_of_first(model: nn.Module, inputs: object, told: Any) -> Any:
+    told.logits = told.logits.contiguous()
+    if distributed.get_world_size() > 1:
+        distributed.broadcast(told.logits, 0)
+    return told

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,28 +10,32 @@ import torch
 from torch import Tensor, distributed, nn
 
 from fluxtrain.config.schema import RunConfig
-from fluxtrain.errors import BadInput
-from fluxtrain.events.events import ChoiceMade, Hello, StepFinished
+from fluxtrain.events.events import Hello, StepFinished
 from fluxtrain.measure.measured_constants import Constants
 from fluxtrain.methods.engine import ENGINE
 from fluxtrain.methods.method import method_of
 from fluxtrain.methods.optimizer import Optimizer, parameter_groups
+from fluxtrain.models.copies import Copied
 from fluxtrain.parallel.auto import choose, measured_link
 from fluxtrain.parallel.compress.registry import method_named
 from fluxtrain.parallel.engine import ShardedAdamW, ShardedEngine, gathered_on_first
-from fluxtrain.parallel.memory import predicted
 from fluxtrain.parallel.profile import StepProfiler, profiled
 from fluxtrain.parallel.results import append, record
 from fluxtrain.parallel.sharding import compress, shard
-from fluxtrain.plan.facts import Capacity, ModelFacts
-from fluxtrain.plan.placement import Placement
-from fluxtrain.plan.request import PlacementRequest
 from fluxtrain.train import final_model
 from fluxtrain.train.checkpoint.checkpoint import Checkpoint
 from fluxtrain.train.checkpoint.writer import CheckpointWriter
-from fluxtrain.train.placing.placing import decide, model_facts_for
+from fluxtrain.train.placing.placing import capacity_of, model_facts_for, within_host
+from fluxtrain.train.placing.preflight import refuse_what_does_not_fit
+from fluxtrain.train.placing.sharded import (
+    NOT_TIMED,
+    plan_sharded,
+    refuse_settings,
+    sharding_of,
+)
 from fluxtrain.train.run import Run
-from fluxtrain.train.run_plan import RunPlan
+from fluxtrain.train.run_plan import RunPlan, calibrated
+from fluxtrain.train.samples import Samples, SamplesTogether
 
 if TYPE_CHECKING:
     from fluxtrain.core.ranks.join import Ranks
@@ -103,35 +106,28 @@ class ShardedRun(Run):
             self._session.announcer.warn(line)
 
     def _planned_for(self, machine: Machine, device: str, rows: int | None) -> RunPlan:
-        """Plan rows alone: all of the model is on the device, a shard on each."""
-        config, task = self._config, self._inputs.task
+        """Plan one rank: a shard of all is on its card; on a GPU a block is timed."""
+        config, task, ranks = self._config, self._inputs.task, self._session.ranks
         facts = model_facts_for(config, self._inputs.loaded.model)
-        unbounded = Capacity(device_free_bytes=None, host_available_bytes=None)
-        plain = config.model_copy(update={"placement": PlacementRequest(offload="none")})
-        data_rows = task.rows("trained") // (config.train.accumulation * self._session.ranks.world)
-        placement = decide(
-            plain, facts, machine, "cpu", batch_rows=rows, data_rows=max(1, data_rows),
-            capacity=unbounded,
+        constants = Constants(per_s={}, source=NOT_TIMED)
+        if device == "cuda":
+            self._session.announcer.phase("loading", "timing one block")
+            timed = machine, device, rows
+            constants = calibrated(config, facts, self._inputs.loaded, task, timed)
+            facts = constants.applied(facts)
+        data_rows = task.rows("trained") // (config.train.accumulation * ranks.world)
+        placement, constants = plan_sharded(
+            config, facts, machine, device, sharding_of(config, ranks.world, ranks.local_world),
+            rows, max(1, data_rows), constants,
         )  # fmt: skip
-        placement = self._as_sharded(placement, facts)
+        capacity = within_host(capacity_of(machine, device), config)
+        copied, disk = Copied(), self.files(self._session)
+        available = capacity.host_available_bytes
+        refuse_what_does_not_fit(config, facts, placement, copied, available, disk)
         return RunPlan(
-            config=config, facts=facts, placement=placement, capacity=unbounded,
-            constants=Constants(per_s={}, source="a sharded model is not timed before it trains"),
-            samples=task.sample_fit(),
+            config=config, facts=facts, placement=placement, capacity=capacity,
+            constants=constants, samples=task.sample_fit(),
         )  # fmt: skip
-
-    def _as_sharded(self, placement: Placement, facts: ModelFacts) -> Placement:
-        """Return the placement with the memory of a shard, and the choices that count."""
-        fsdp, world = self._config.fsdp, self._session.ranks.world
-        strategy = fsdp.sharding_strategy
-        shards = {"NO_SHARD": 1, "HYBRID": self._session.ranks.local_world}.get(strategy, world)
-        told = ChoiceMade(
-            name="parallel.mode", value="fsdp",
-            because=f"as set: {strategy} over {shards} of {world} ranks; AdamW of torch, fp32",
-        )  # fmt: skip
-        kept = [choice for choice in placement.choices if choice.name == "train.batch_rows"]
-        need = predicted(facts, fsdp, shards, placement.batch_rows, placement.need.host_bytes)
-        return replace(placement, choices=(told, *kept), need=need)
 
     def _placed(self, device: str) -> tuple[nn.Module, Any]:
         """Shard the model."""
@@ -181,6 +177,9 @@ class ShardedRun(Run):
         options: dict[str, Any] = {"betas": settings.betas, "eps": settings.eps}
         return ShardedAdamW(self.engine, groups, lr=rate, fused=fused or None, **options)
 
+    def _samples_of(self, *rest: Any, **options: Any) -> Samples:
+        return SamplesTogether(self._session.ranks, *rest, **options)
+
     def _live_changes(self) -> LiveChanges:
         changes: Any = NoChanges(self._step_took)
         self._session.requests.changes_go_to(changes.ask)
@@ -196,7 +195,6 @@ class ShardedRun(Run):
     def make_checkpoint_writer(self, optimizer: Optimizer) -> CheckpointWriter:
         """Make a writer that lets the other ranks take part in each checkpoint."""
         writer = super().make_checkpoint_writer(optimizer)
-        writer.budget_bytes = 0  # shards are gathered for the file that is written
         assert isinstance(writer, ShardedWriter | FollowingWriter)
         writer.ranks = self._session.ranks
         return writer
@@ -270,28 +268,3 @@ class NoChanges:
         """Do nothing, as all below."""
 
     keep_room = disturbed = finish = carry_out
-
-
-def refuse_settings(config: RunConfig) -> None:
-    """Raise BadInput for settings of other modes, with the cure."""
-    train, cure = config.train, "or use parallel.mode=layers"
-    if train.optimizer != "adamw" or train.states != "fp32":
-        raise BadInput(
-            f"train.optimizer={train.optimizer} with train.states={train.states}: sharded models "
-            f"are trained by torch's AdamW with fp32 moments: leave both out, {cure}"
-        )
-    if config.model.dtype == "float16":
-        raise BadInput(
-            "model.dtype=float16 needs a loss scale, which parallel.mode=fsdp does not have: use "
-            f"bfloat16, {cure}"
-        )
-    if config.samples.prompts:
-        raise BadInput(
-            "samples.prompts is set, and a sharded model writes no text while it trains: leave it "
-            f"out and use `fluxtrain generate` afterwards, {cure}"
-        )
-    if config.comm.compress == "auto" and config.fsdp.sharding_strategy in ("NO_SHARD", "HYBRID"):
-        raise BadInput(
-            "comm.compress=auto measures sums that are scattered, and fsdp.sharding_strategy="
-            f"{config.fsdp.sharding_strategy} sums between replicas: name a method, such as int8"
-        )

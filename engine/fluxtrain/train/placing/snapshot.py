@@ -51,6 +51,8 @@ def snapshot_of(
     """
     if config.train.checkpoint_every == "end" and config.train.final_model != "best":
         return _waiting("no step follows the only one that is saved")
+    if config.is_sharded:
+        return _waiting("shards are gathered from all ranks, one tensor after the other")
     at_once = {
         row.name for row in placement.groups if row.is_on("device", "state") != row.is_on("device")
     }

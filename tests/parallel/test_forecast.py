@@ -1,0 +1,203 @@
+"""Plans of sharded models: memory by parts, seconds, what fits, and when `auto` shards."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from fluxtrain.commands import processes
+from fluxtrain.commands.preview import preview, table
+from fluxtrain.config.parallel_settings import FsdpSettings
+from fluxtrain.config.schema import RunConfig, demo_config
+from fluxtrain.errors import EXIT_DOES_NOT_FIT, BadInput, DoesNotFit
+from fluxtrain.events.answers.plan import PlanAnswer
+from fluxtrain.machine.gpu import Gpus
+from fluxtrain.measure.probe import probe as probing
+from fluxtrain.parallel.forecast import Sharding, on_device, rank_bytes, refuse_larger, step_seconds
+from fluxtrain.plan.facts import ModelFacts, RowFacts
+from fluxtrain.plan.machine_file import read_machine_file
+from fluxtrain.plan.rates import CardsRates, Rates
+from fluxtrain.units import GIB
+from tests.unit.plan_models import group
+
+BLOCK = 100_000_000
+ROW = RowFacts(
+    hidden=2048, vocabulary=32_000, sequence_length=1024, dtype_bytes=2, activation_bytes=100 << 20
+)
+FACTS = ModelFacts(
+    groups=(
+        group("embed", 65_536_000), *(group(f"layers.{i}", BLOCK) for i in range(20)),
+        group("head", 65_536_000),
+    ),
+    row=ROW,
+)  # fmt: skip
+TRAINED = 20 * BLOCK + 2 * 65_536_000
+
+
+def sharding(ranks: int = 4, **settings: Any) -> Sharding:
+    return Sharding(settings=FsdpSettings(**settings), ranks=ranks, local_ranks=ranks)
+
+
+def cards(number: int, link: float = 3e11) -> CardsRates:
+    card = Rates(
+        has_gpu=True, matmul_per_s=7e14, adamw_per_s=1.5e9, h2d_bytes_per_s=5e10,
+        d2h_bytes_per_s=5e10,
+    )  # fmt: skip
+    peers = {(a, (a + 1) % number): link for a in range(number)}
+    return CardsRates(cards=(card,) * number, peers=peers)
+
+
+def test_ranks_share_weights_gradients_and_states_and_ddp_shares_nothing() -> None:
+    four, ddp = (
+        rank_bytes(FACTS, sharding(), 1),
+        rank_bytes(FACTS, sharding(sharding_strategy="NO_SHARD"), 1),
+    )
+    assert (four.parameters, four.gradients, four.states) == (TRAINED, TRAINED, 2 * TRAINED)
+    assert (ddp.parameters, ddp.gradients) == (4 * TRAINED, 4 * TRAINED)
+    assert four.gathered == 2 * 2 * BLOCK + 2 * 2 * 65_536_000
+    assert ddp.gathered == 2 * TRAINED
+    assert four.total < 0.6 * ddp.total
+    whole = rank_bytes(FACTS, sharding(activation_checkpointing=False), 1)
+    assert whole.activations - four.activations == 19 * ROW.activation_bytes
+    offloaded = sharding(cpu_offload=True)
+    need = rank_bytes(FACTS, offloaded, 1).footprint(offloaded, FACTS, has_gpu=True)
+    assert need.arena_bytes == 4 * TRAINED
+    assert need.device_bytes == four.activations + four.gathered + four.staging
+
+
+def test_communication_counts_where_nothing_hides_it() -> None:
+    rows = 8
+    fast, slow = (step_seconds(FACTS, sharding(), cards(4, link), rows) for link in (3e11, 3e9))
+    alone = step_seconds(FACTS, sharding(1), cards(1), rows)
+    assert alone.parts_s["communication"] == 0
+    assert fast.tokens_per_s > 3 * alone.tokens_per_s
+    assert slow.binds == "communication between the ranks"
+    # two gathers of half the weights in bf16 and one sum in fp32, of which 3 in 4 are sent
+    assert slow.parts_s["communication"] == pytest.approx(0.75 * 8 * TRAINED / 3e9)
+    assert slow.step_s > slow.parts_s["communication"]
+    kept = step_seconds(FACTS, sharding(sharding_strategy="SHARD_GRAD_OP"), cards(4, 3e9), rows)
+    assert kept.parts_s["communication"] == pytest.approx(0.75 * 6 * TRAINED / 3e9)
+    ddp = step_seconds(FACTS, sharding(sharding_strategy="NO_SHARD"), cards(4, 3e9), rows)
+    assert ddp.parts_s["communication"] == pytest.approx(1.5 * 4 * TRAINED / 3e9)
+
+
+@pytest.mark.parametrize("gib", [14, 11, 3])
+def test_every_cure_of_a_rank_that_is_too_large_fits(gib: float) -> None:
+    asked = sharding(activation_checkpointing=False)
+    with pytest.raises(DoesNotFit) as refused:
+        refuse_larger(FACTS, asked, 8, int(gib * GIB))
+    text = str(refused.value)
+    assert text.endswith("parallel.mode=layers streams what does not fit")
+    ways = {
+        "cpu_offload=true": asked.with_settings(cpu_offload=True),
+        "activation_checkpointing=true": asked.with_settings(activation_checkpointing=True),
+    }
+    for word, other in ways.items():
+        assert (word in text) == (on_device(FACTS, other, 8) <= gib * GIB)
+    for rows in re.findall(r"batch_rows=(\d+)", text):
+        assert on_device(FACTS, asked, int(rows) // 4) <= gib * GIB
+    for ranks in re.findall(r"processes=(\d+)", text):
+        more = replace(asked, ranks=int(ranks), local_ranks=int(ranks))
+        assert on_device(FACTS, more, 8) <= gib * GIB
+    refuse_larger(FACTS, asked, 8, on_device(FACTS, asked, 8))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three billion parameters, of which there is nothing but the configuration."""
+    folder = tmp_path_factory.mktemp("three-billion")
+    LlamaConfig(
+        vocab_size=32_000, hidden_size=3072, intermediate_size=8192, num_hidden_layers=28,
+        num_attention_heads=24, num_key_value_heads=8, dtype="bfloat16",
+    ).save_pretrained(folder)  # fmt: skip
+    return folder
+
+
+def planned(
+    model: Path, *settings: str, number: int = 2, gib: float = 80, link: float = 3e11
+) -> PlanAnswer:
+    """The plan for some cards."""
+    rates = {"gpu_matmul": 7e14, "adamw": 1.5e9, "h2d_pinned": 2.5e10, "d2h_pinned": 2.5e10}
+    rates |= {f"peer_{a}_{b}": link for a in range(number) for b in range(number) if a != b}
+    gpus = [{"name": "card", "memory_total_bytes": gib * GIB}] * number
+    told = {"machine": {"memory_total_bytes": 400 * GIB, "gpus": gpus}, "rates": rates}
+    (path := model / "machine.json").write_text(json.dumps(told))
+    own = ("data.sequence_length=1024", "train.batch_rows=8", "train.steps=10")
+    config: RunConfig = demo_config([*own, f"model.path={model}", *settings])
+    return preview(config, read_machine_file(path))
+
+
+def reason(plan: PlanAnswer, name: str) -> tuple[str, str]:
+    return next((c.value, c.because) for c in plan.choices if c.name == name)
+
+
+def test_a_plan_of_ranks_tells_their_parts_their_seconds_and_those_of_ddp(model: Path) -> None:
+    plan = planned(model, "parallel.mode=fsdp", "parallel.processes=2")
+    (note,) = [note for note in plan.notes if "of each of 2 ranks" in note]
+    for part in ("parameters", "gradients", "states", "activations", "gathered", "staging"):
+        assert f"{part} " in note
+    assert re.search(r"as DDP [\d.]+ GiB \(-\d\d%\), .* a step against", note)
+    assert note in table(plan)
+    assert reason(plan, "train.batch_rows")[0] == "8"
+    assert plan.layout.batch_rows == 4
+    assert plan.predicted is not None
+    assert plan.predicted.tokens_per_s == pytest.approx(8 * 1024 / plan.predicted.step_s)
+    assert not plan.plans
+    without = planned(model, "parallel.mode=fsdp", "parallel.processes=2", "placement.device=cpu")
+    assert without.predicted is None
+    assert "without GPUs" in without.predicted_because
+
+
+def test_a_plan_of_ranks_refuses_what_does_not_fit(model: Path) -> None:
+    settings = ("parallel.mode=fsdp", "parallel.processes=2")
+    with pytest.raises(DoesNotFit, match=r"fsdp\.cpu_offload=true fits") as refused:
+        planned(model, *settings, gib=24)
+    assert refused.value.exit_code == EXIT_DOES_NOT_FIT
+    planned(model, *settings, "fsdp.cpu_offload=true", gib=24)
+    with pytest.raises(BadInput, match=r"train\.batch_rows=10 for a new run"):
+        planned(model, *settings, "train.batch_rows=9")
+
+
+def test_auto_shards_where_that_is_predicted_faster_and_says_why(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = planned(model, "train.batch_rows=4", number=4)  # few chunks for a pipeline of four
+    assert reason(plan, "parallel.mode")[0] == "fsdp"
+    assert re.match(r"[\d,]+ tokens/s .*layers\), [\d,]+ sharded", reason(plan, "parallel.mode")[1])
+    assert (plan.config["parallel"]["mode"], plan.config["parallel"]["processes"]) == ("fsdp", 4)
+    asked: list[Any] = []
+
+    async def ask(*words: Any) -> PlanAnswer:
+        asked.append(words)
+        return plan
+
+    monkeypatch.setattr(processes, "ask_engine", ask)
+    monkeypatch.setattr(
+        processes, "read_gpus", lambda: Gpus(gpus=(None,) * 4, driver=None, reason=None)
+    )  # type: ignore[arg-type]
+    config = demo_config([])
+    processes.with_planned_mode(config, None, True, ["train.steps=3"], None)
+    assert not asked, "on a machine that was not measured nothing is planned"
+    monkeypatch.setattr(probing, "known_rates", lambda folder: {"adamw": 1.0})
+    chosen, overrides = processes.with_planned_mode(config, None, True, ["train.steps=3"], None)
+    assert asked == [(PlanAnswer, "--demo", "--set", "train.steps=3")]
+    assert (chosen.is_sharded, chosen.ranks_planned) == (True, 4)
+    assert overrides == ["train.steps=3", "parallel.mode=fsdp", "parallel.processes=4"]
+    assert processes.with_planned_mode(chosen, None, True, overrides, None) == (chosen, overrides)
+    where: dict[str, Any]
+    for setting, words, where in (
+        ("train.batch_rows=4", "tokens/s are predicted", {"link": 1e9}),
+        ("train.batch_rows=4", "does not fit", {"gib": 10}),
+        ("train.states=8bit", "leave both out", {}),
+        ("placement.offload=none", "settings of placement", {}),
+        ("train.batch_rows=3", "shared evenly", {}),
+    ):
+        streamed = planned(model, setting, **{"number": 4, **where})
+        value, because = reason(streamed, "parallel.mode")
+        assert (value, words in because) == ("layers", True), because
