@@ -65,9 +65,13 @@ def test_an_adapter_is_the_same_in_a_plain_pipeline_with_twice_its_rank_as_alpha
 
 
 def test_samples_are_pictures_in_the_run_and_change_no_loss(images: Images, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     config = images.config(tmp_path)
     without = losses(run(config, tmp_path / "without"))
     made = ["image.samples=1", "image.sample_steps=2", "samples.every=3"]
+    made += ["trackers.report_to=[tensorboard]"]
     events = run(config, tmp_path / "run", *made)
     found = of(ev.SampleGenerated, events)
     assert losses(events) == without
@@ -76,6 +80,10 @@ def test_samples_are_pictures_in_the_run_and_change_no_loss(images: Images, tmp_
         with Image.open(tmp_path / "run" / sample.path) as picture:
             assert picture.size == (3 * 64, 64)  # reference, made, target
     assert not contents(tmp_path / "run").others  # deleting the run deletes them
+    shown = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload().Images("samples/1")
+    assert [(one.step, one.width, one.height) for one in shown] == [
+        (step, 3 * 64, 64) for step in (0, 3, 6)
+    ]
 
 
 @pytest.mark.slow

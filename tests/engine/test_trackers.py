@@ -202,6 +202,8 @@ def reported(tmp_path: Path, name: str, *, failed: bool = False, first_step: int
         trackers.put(step(number))
     trackers.put(ev.EvaluationFinished(step=first_step + 2, loss=2.0, count=9, seconds=0.5))
     trackers.put(ev.SampleGenerated(step=first_step + 2, prompt="two?", text="four"))
+    (folder / "a.png").write_bytes(b"a picture")
+    trackers.put(ev.SampleGenerated(step=first_step + 2, prompt="red", text="a.png", path="a.png"))
     trackers.close(failed=failed)
     return said
 
@@ -217,8 +219,9 @@ def test_wandb_gets_one_run_over_two_processes(
     assert inits[0] == inits[1]  # with the id of the first
     assert inits[0][1:3] == ("our project", "20261121-031500-demo")
     assert inits[0][4:] == ("offline", "allow") and len(inits[0][3]) == 12
-    assert [entry[1] for entry in told if entry[0] == "log"] == [1, 2, 2, 2, 3, 4, 4, 4]
+    assert [entry[1] for entry in told if entry[0] == "log"] == [1, *[2] * 4, 3, *[4] * 4]
     assert ("log", 2, {"samples": ((2, "two?", "four"),)}) in told
+    assert ("log", 2, {"samples": [("a.png", "red")]}) in told
     assert [entry for entry in told if entry[0] == "finish"] == [("finish", 0), ("finish", 1)]
 
 
@@ -232,6 +235,7 @@ def test_trackio_gets_one_run_and_prints_nothing(
     assert inits[0] == inits[1] and inits[0][3] == "allow"
     assert inits[0][2].startswith("20261121-031500-demo-")
     assert inits[0][4]["train.schedule"] == "cosine"
+    assert ("log", 2, {"samples/1": ("a.png", "red")}) in told
     assert capsys.readouterr().out == ""
 
 
@@ -250,6 +254,7 @@ def test_mlflow_gets_parameters_metrics_and_the_end(
     losses = [entry[2:] for entry in told if entry[:2] == ("metric", "train/loss")]
     assert losses == [(n, 1.0 / n) for n in (1, 2, 3, 4)]
     assert ("text", "samples/step-00000002.md", "**two?**\n\nfour") in told
+    assert ("file", "samples", "a.png") in told
 
 
 def test_tensorboards_own_reader_finds_the_run_and_its_resume(

@@ -31,11 +31,17 @@ class Run:
 
     def log(self, data: dict[str, Any], step: int | None = None) -> None:
         assert isinstance(step, int)
-        assert all(isinstance(v, float | str | tuple) for v in data.values()), data
+        assert all(isinstance(v, float | str | tuple | list) for v in data.values()), data
         self._told.append(("log", step, dict(data)))
 
     def finish(self, exit_code: int | None = None) -> None:
         self._told.append(("finish", exit_code))
+
+
+def image(value: str, caption: str | None = None) -> tuple[str, str | None]:
+    """wandb.Image or trackio.Image, of a file that must be there."""
+    assert Path(value).is_file()
+    return Path(value).name, caption
 
 
 def wandb(told: Told) -> ModuleType:
@@ -59,6 +65,7 @@ def wandb(told: Told) -> ModuleType:
         assert settings is not None and settings.silent
 
     module.init, module.Table, module.Settings = init, table, Settings
+    module.Image = image
     module.setup = setup
     return module
 
@@ -78,7 +85,7 @@ def trackio(told: Told) -> ModuleType:
         return Run(told)
 
     module.print = print
-    module.init = init
+    module.init, module.Image = init, image
     return module
 
 
@@ -131,6 +138,10 @@ def mlflow(told: Told, runs: dict[str, str]) -> list[ModuleType]:  # noqa: C901 
 
         def log_text(self, run_id: str, text: str, artifact_file: str) -> None:
             told.append(("text", artifact_file, text))
+
+        def log_artifact(self, run_id: str, local_path: str, artifact_path: str) -> None:
+            assert Path(local_path).is_file()
+            told.append(("file", artifact_path, Path(local_path).name))
 
         def set_terminated(self, run_id: str, status: str | None = None) -> None:
             runs[run_id] = str(status)

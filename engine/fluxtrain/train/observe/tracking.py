@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any, Protocol
 from uuid import uuid4
 
+import numpy as np
+
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.config.section import TrackerName, TrackerSettings
 from fluxtrain.errors import BadInput
@@ -65,6 +67,9 @@ class Tracker(Protocol):
     def write(self, step: int, samples: Sequence[tuple[str, str]]) -> None:
         """Write prompts with their answers after a step."""
 
+    def draw(self, step: int, pictures: Sequence[tuple[str, Path]]) -> None:
+        """Show prompts with the PNG files that were made for them after a step."""
+
     def finish(self, *, failed: bool) -> None:
         """End the run, with everything that was added."""
 
@@ -93,6 +98,15 @@ class TensorBoard:
         """Add a text for each prompt."""
         for number, (prompt, text) in enumerate(samples, 1):
             self._writer.add_text(f"samples/{number}", f"**{prompt}**\n\n{text}", step)
+
+    def draw(self, step: int, pictures: Sequence[tuple[str, Path]]) -> None:
+        """Add a picture for each prompt; TensorBoard's have no captions."""
+        from PIL import Image
+
+        for number, (_, path) in enumerate(pictures, 1):
+            with Image.open(path) as picture:
+                pixels = np.asarray(picture.convert("RGB"))
+            self._writer.add_image(f"samples/{number}", pixels, step, dataformats="HWC")
 
     def finish(self, *, failed: bool) -> None:
         """Write the remaining data."""
@@ -131,6 +145,11 @@ class WeightsAndBiases:
         rows = [[step, prompt, text] for prompt, text in samples]
         table = self._wandb.Table(columns=["step", "prompt", "answer"], data=rows)
         self._run.log({"samples": table}, step=step)
+
+    def draw(self, step: int, pictures: Sequence[tuple[str, Path]]) -> None:
+        """Add a picture for each prompt."""
+        shown = [self._wandb.Image(str(path), caption=prompt) for prompt, path in pictures]
+        self._run.log({"samples": shown}, step=step)
 
     def finish(self, *, failed: bool) -> None:
         """Upload the remaining data."""
@@ -174,6 +193,12 @@ class MLflow:
         page = "\n\n".join(f"**{prompt}**\n\n{text}" for prompt, text in samples)
         self._client.log_text(self._id, page, f"samples/step-{step:08d}.md")
 
+    def draw(self, step: int, pictures: Sequence[tuple[str, Path]]) -> None:
+        """Add the files, and a page with their prompts."""
+        for _, path in pictures:
+            self._client.log_artifact(self._id, str(path), "samples")
+        self.write(step, [(prompt, path.name) for prompt, path in pictures])
+
     def finish(self, *, failed: bool) -> None:
         """End the run."""
         self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
@@ -188,6 +213,7 @@ class Trackio:
 
         _be_silent()
         name = run.known_id or f"{run.name}-{uuid4().hex[:6]}"
+        self._picture: Any = trackio.Image
         self._run: Any = trackio.init(
             project=run.project,
             name=name,
@@ -207,6 +233,14 @@ class Trackio:
         """Add a text for each prompt."""
         texts = {f"samples/{n}": f"{p}\n\n{text}" for n, (p, text) in enumerate(samples, 1)}
         self._run.log(texts, step=step)
+
+    def draw(self, step: int, pictures: Sequence[tuple[str, Path]]) -> None:
+        """Add a picture for each prompt."""
+        shown = {
+            f"samples/{number}": self._picture(str(path), caption=prompt)
+            for number, (prompt, path) in enumerate(pictures, 1)
+        }
+        self._run.log(shown, step=step)
 
     def finish(self, *, failed: bool) -> None:
         """Write the remaining data."""
@@ -319,7 +353,7 @@ class TrackerFeed:
         self._events: queue.Queue[Event | None] = queue.Queue(limit)
         self._failed_run, self._ended_s = False, 0.0
         self._memory: dict[str, float] = {}
-        self._samples: list[tuple[str, str]] = []
+        self._samples: list[tuple[str, Any]] = []  # answers, or paths of pictures
         self._failures = 0
         self._given_up = False
         self.dropped = 0  # events that found the queue full
@@ -399,9 +433,11 @@ class TrackerFeed:
     def _tell(self, tracker: Tracker, event: Event) -> None:
         if isinstance(event, SampleGenerated):
             self._samples = [] if event.number == 1 else self._samples
-            self._samples.append((event.prompt, event.text))
+            made = self._run.folder / event.path if event.path else event.text
+            self._samples.append((event.prompt, made))
             if event.number == event.count:
-                self._carefully(lambda: tracker.write(event.step, self._samples), "a report")
+                show = tracker.draw if event.path else tracker.write
+                self._carefully(lambda: show(event.step, self._samples), "a report")
             return
         found = values_of(event)
         assert found is not None, "put takes no other events"
