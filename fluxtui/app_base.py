@@ -197,6 +197,8 @@ class AppBase(App[None]):
         self.animation_level = "none" if self.low_bandwidth else "full"
         self.theme = name
         self.palette = self.theme_files[name].palette
+        pictures = name != COLOURLESS_THEME and not (self.low_bandwidth or self.no_color)
+        self.view = replace(self.view, pictures=pictures)
 
     @property
     def settings_file(self) -> Path | None:
@@ -212,7 +214,8 @@ class AppBase(App[None]):
         """Follow another run from its beginning, without a compared run."""
         self._compared_with.change_to(None)
         chart = replace(self.view.chart, last_step=None, crosshair=None, block=None)
-        self.view = View(read_only=self.view.read_only, chart=chart, key_texts=self.view.key_texts)
+        kept: Any = {"key_texts": self.view.key_texts, "pictures": self.view.pictures}
+        self.view = View(read_only=self.view.read_only, chart=chart, **kept)
         self.followed.change_to(source)
         self.show_screen("dashboard")
 

@@ -65,7 +65,10 @@ class Palette:
     _cache: dict[str, Style] = field(default_factory=dict, compare=False)
 
     def style(self, role: str) -> Style:
-        """Return the style of a role; unknown roles look like plain text."""
+        """Return the style of a role; unknown roles look like plain text, and `#rrggbb on #rrggbb`
+        as it says."""
+        if role.startswith("#"):
+            return Style.parse(role)
         style = self._cache.get(role)
         if style is None:
             style = Style(bgcolor=self.ground) + self._made(role)

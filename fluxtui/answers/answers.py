@@ -6,16 +6,18 @@ Pure values and functions: no Textual, no torch, and no file is read here.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
+from fluxtrain.models.model_files import IMAGE_DEMO, is_pipeline
 from fluxtui.answers.rows import BY_KEY, METHODS, RUN_FOLDER, StepName
 from fluxtui.home import expanded
 
 StartSource = Literal["new", "resume", "attach", "file"]
-ModelSource = Literal["demo", "recent", "folder", "hub"]
+ModelSource = Literal["demo", "images", "recent", "folder", "hub"]
 DataSource = Literal["demo", "path", "hub"]
 Dial = Literal["auto", "fast", "balanced", "fit"]
 
@@ -68,7 +70,17 @@ class Answers:
     @property
     def method(self) -> str:
         """Return the chosen method."""
-        return str(self.settings.get("method.name", METHODS[0]))
+        return str(self.settings.get("method.name", self.usual_method))
+
+    @property
+    def usual_method(self) -> str:
+        """Return the method where none was chosen: adapters for the folder of an image pipeline."""
+        return "lora" if self.of_images and self.model_source != "images" else METHODS[0]
+
+    @functools.cached_property
+    def of_images(self) -> bool:
+        """Return whether the model makes images, and so learns from pairs of them."""
+        return bool(self.model_path) and is_pipeline(self.model_path)
 
     @property
     def run_folder(self) -> str:
@@ -78,8 +90,8 @@ class Answers:
     @property
     def model_path(self) -> str:
         """Return the value of `model.path` in the configuration."""
-        if self.model_source == "demo":
-            return DEMO
+        if self.model_source in ("demo", "images"):
+            return DEMO if self.model_source == "demo" else IMAGE_DEMO
         if self.model_source == "recent":
             return self.model_recent
         hub = self.model_source == "hub"
@@ -96,7 +108,7 @@ class Answers:
         if self.data_source == "hub":
             return HUB_DATA + self.data_hub.strip().removeprefix(HUB_DATA)
         if self.data_source == "demo":
-            return DEMO
+            return IMAGE_DEMO if self.of_images else DEMO
         path = self.data_path.strip()
         return path if path.startswith((HUB_SCHEME, "[")) else expanded(path)
 
@@ -104,7 +116,8 @@ class Answers:
     def is_demo(self) -> bool:
         """Return whether model and data are the demo's, and no file says otherwise."""
         from_file = self.base or self.loaded_from
-        return self.model_source == "demo" and self.data_source == "demo" and not from_file
+        made = self.model_source in ("demo", "images") and self.data_source == "demo"
+        return made and not from_file
 
 
 def with_settings(answers: Answers, changes: Mapping[str, Any]) -> Answers:
@@ -132,7 +145,9 @@ def with_changes(answers: Answers, changes: Mapping[str, Any]) -> Answers:
 
 def with_method(answers: Answers, method: str) -> Answers:
     """Replace the method."""
-    return with_settings(answers, {"method.name": None if method == METHODS[0] else method})
+    return with_settings(
+        answers, {"method.name": None if method == answers.usual_method else method}
+    )
 
 
 def with_model(answers: Answers, path: str) -> Answers:
@@ -195,7 +210,7 @@ def data_answer(path: str | list[Any] | tuple[Any, ...]) -> dict[str, Any]:
             raise TypeError(f"data.path is {path!r:.60}")
         text = yaml.safe_dump(list(path), default_flow_style=True, width=1 << 20)
         return {"data_source": "path", "data_path": text.strip()}
-    if path == DEMO:
+    if path in (DEMO, IMAGE_DEMO):
         return {"data_source": "demo"}
     if path.startswith(HUB_DATA):
         return {"data_source": "hub", "data_hub": path.removeprefix(HUB_DATA)}
@@ -204,8 +219,8 @@ def data_answer(path: str | list[Any] | tuple[Any, ...]) -> dict[str, Any]:
 
 def model_answer(path: str) -> dict[str, Any]:
     """Return the fields of the answers for a `model.path`: `demo`, a folder, or a hub id."""
-    if path == DEMO:
-        return {"model_source": "demo"}
+    if path in (DEMO, IMAGE_DEMO):
+        return {"model_source": "demo" if path == DEMO else "images"}
     if is_hub_id(path):
         return {"model_source": "hub", "model_hub": path}
     return {"model_source": "folder", "model_folder": path}

@@ -8,8 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from fluxtrain.errors import BadInput
-from fluxtui.answers.answers import DEMO, DIAL, Answers, data_answer, model_answer
-from fluxtui.answers.rows import BY_KEY, ROWS, RUN_FOLDER, settled, value_text
+from fluxtui.answers.answers import (
+    DEMO,
+    DIAL,
+    Answers,
+    data_answer,
+    model_answer,
+    with_method,
+)
+from fluxtui.answers.rows import BY_KEY, METHODS, ROWS, RUN_FOLDER, settled, value_text
 from fluxtui.home import expanded
 
 METHOD = "method.name"
@@ -18,11 +25,11 @@ AGGRESSIVENESS = "placement.aggressiveness"
 
 def chosen_settings(answers: Answers) -> dict[str, Any]:
     """Return the user's settings by dotted key; a setting made alone wins over a plan's. Settings
-    of other methods are left out."""
+    of other methods, and of data of another kind, are left out."""
     single = {
         key: value
         for key, value in answers.settings.items()
-        if key != RUN_FOLDER and answers.method in BY_KEY[key].methods
+        if key != RUN_FOLDER and BY_KEY[key].is_for(answers.method, answers.of_images)
     }
     if "train.epochs" in single and answers.is_demo:
         single["train.steps"] = None  # the demo has a number of steps of its own
@@ -112,7 +119,7 @@ def answers_from_config(config: Mapping[str, Any]) -> Answers:
         del base["placement"]["aggressiveness"]
         if stop != "auto":
             dial = {"dial": stop, "dial_settings": {AGGRESSIVENESS: stop}}
-    return Answers(
+    answers = Answers(
         **model_answer(base.get("model", {}).get("path", DEMO)),
         **data_answer(base.get("data", {}).get("path", DEMO)),
         **dial,
@@ -120,6 +127,7 @@ def answers_from_config(config: Mapping[str, Any]) -> Answers:
         base={section: values for section, values in base.items() if values},
         step="strategy",
     )
+    return with_method(answers, str(config.get("method", {}).get("name", METHODS[0])))
 
 
 def answers_from_file(path: str, overrides: tuple[str, ...] = ()) -> Answers:

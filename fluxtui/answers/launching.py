@@ -58,8 +58,13 @@ Outcome = Launch | Attach
 
 def engine_arguments(answers: Answers, config: Path) -> list[str]:
     """Return the arguments of `fluxtrain train` or `plan`; a demo needs no `config`."""
-    source = ["--demo"] if answers.is_demo else [str(config)]
+    source = demo_arguments(answers) if answers.is_demo else [str(config)]
     return [*source, *set_arguments(answers)]
+
+
+def demo_arguments(answers: Answers) -> list[str]:
+    """Return what names the demo, of text or of images."""
+    return ["--demo", *(["image-edit"] if answers.of_images else [])]
 
 
 def command_text(answers: Answers) -> str:
@@ -73,14 +78,14 @@ def _shown_arguments(answers: Answers) -> list[str]:
         return ["--resume", answers.resume_run]
     where = ["--run-dir", expanded(answers.run_folder)] if answers.run_folder else []
     if answers.is_demo:
-        return ["--demo", *set_arguments(answers), *where]
+        return [*demo_arguments(answers), *set_arguments(answers), *where]
     settings = assignments(flat_configuration(answers))
     return [*as_arguments([*settings, *answers.overrides]), *where]
 
 
 def run_name(answers: Answers) -> str:
     """Return the readable part of the run's id: the model's own name, or `demo`."""
-    if answers.model_source != "demo":
+    if answers.model_source != "demo":  # of the demo of images it is a name, too
         return Path(answers.model_path).name
     return "demo" if answers.data_source == "demo" else f"demo-{Path(answers.data_file).stem}"
 

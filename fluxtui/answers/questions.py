@@ -68,8 +68,11 @@ MODEL = SourceQuestion(
     options=(
         ListOption("demo", "Demo", "a small Llama with random weights; trains on two cores"),
         ListOption("recent", "Recent", "a model trained on this machine before"),
-        ListOption("folder", "Folder", "a Hugging Face model on this machine"),
+        ListOption(
+            "folder", "Folder", "a Hugging Face model, or an image pipeline, on this machine"
+        ),
         ListOption("hub", "Hub", "an id on the Hugging Face hub"),
+        ListOption("images", "Images", "demo: a small FLUX.1 Kontext; learns to edit drawn images"),
     ),
     fields={
         "recent": SourceField("model_recent", "model", "no model was trained here yet", "list"),
@@ -97,6 +100,22 @@ DATA = SourceQuestion(
         ),
     },
 )
+PAIRS = dataclasses.replace(
+    DATA,
+    text="Choose the pairs of images: before, after, and the words between",
+    options=(
+        ListOption("demo", "Demo", "120 drawn pairs with four changes"),
+        ListOption("path", "File", "pairs.jsonl, a CSV, or a folder with training_images"),
+    ),
+    fields={**DATA.fields, "path": SourceField("data_path", "pairs", "~/data/pairs.jsonl", "file")},
+)
+
+
+def data_question(of_images: bool) -> SourceQuestion:
+    """Return the question about the data: text, or pairs of images for a model that makes them."""
+    return PAIRS if of_images else DATA
+
+
 METHOD_TITLES = {"full": "Full", "lora": "LoRA", "qlora": "QLoRA"}
 METHOD_TEXTS = {
     "full": "every weight is trained, in the model's own dtype",

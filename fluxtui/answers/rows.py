@@ -32,6 +32,7 @@ class SettingRow:
             some.
         replaces: the key that is unset when this one is set.
         methods: the methods that have it.
+        of: what the data must be for it; "" for either.
         action: of the registry, whose key asks it.
     """
 
@@ -42,6 +43,7 @@ class SettingRow:
     usual: tuple[Any, ...] = ()
     replaces: str = ""
     methods: tuple[str, ...] = METHODS
+    of: Literal["", "text", "images"] = ""
     action: str = ""
 
     @property
@@ -54,6 +56,10 @@ class SettingRow:
         """Return the option of the command line that sets it."""
         return "--" + self.name.replace(" ", "-")
 
+    def is_for(self, method: str, of_images: bool) -> bool:
+        """Return whether a run with this method, on text or on images, has the setting."""
+        return method in self.methods and self.of in ("", "images" if of_images else "text")
+
     @property
     def is_folder(self) -> bool:
         """Return whether the value is a path."""
@@ -61,9 +67,9 @@ class SettingRow:
 
 
 ROWS = (
-    SettingRow(key="data.format", page="data", label="data format"),
-    SettingRow(key="data.columns", page="data", label="data columns"),
-    SettingRow(key="data.ignore", page="data", label="data ignore"),
+    SettingRow(key="data.format", page="data", of="text", label="data format"),
+    SettingRow(key="data.columns", page="data", of="text", label="data columns"),
+    SettingRow(key="data.ignore", page="data", of="text", label="data ignore"),
     SettingRow(key="method.name", page="method", label="method"),
     SettingRow(key="method.rank", page="method", methods=ADAPTERS, action="wizard_rank"),
     SettingRow(key="method.alpha", page="method", methods=ADAPTERS, action="wizard_alpha"),
@@ -83,12 +89,16 @@ ROWS = (
         action="wizard_batch"),
     SettingRow(key="train.accumulation", page="training", group="Batch",
         usual=(1, 2, 4, 8, 16, 32)),
-    SettingRow(key="data.sequence_length", page="training", group="Batch",
+    SettingRow(key="data.sequence_length", page="training", group="Batch", of="text",
         usual=(512, 1024, 2048, 4096, 8192)),
+    SettingRow(key="image.size", page="training", group="Batch", of="images", label="image size",
+        usual=(256, 512, 768, 1024)),
     SettingRow(key="train.evaluate_every", page="training", group="Evaluation",
         usual=(10, 50, 100, 500, 1000, "end")),
     SettingRow(key="data.held_out", page="training", group="Evaluation",
         usual=(0, 0.01, 0.02, 0.05, 0.1)),
+    SettingRow(key="image.samples", page="training", group="Evaluation", of="images",
+        label="image samples", usual=(0, 1, 2, 4)),
     SettingRow(key="train.checkpoint_every", page="training", group="Run",
         usual=(50, 100, 500, 1000, "end")),
     SettingRow(key="train.seed", page="training", group="Run", usual=(0, 1, 2, 3)),
@@ -102,12 +112,14 @@ ROWS = (
 BY_KEY = {row.key: row for row in ROWS}
 
 
-def rows_of(page: StepName, method: str = METHODS[0]) -> tuple[SettingRow, ...]:
-    """Return the rows of a page with this method, without the method's own."""
+def rows_of(
+    page: StepName, method: str = METHODS[0], of_images: bool = False
+) -> tuple[SettingRow, ...]:
+    """Return the rows of a page with this method and these data, without the method's own."""
     return tuple(
         row
         for row in ROWS
-        if row.page == page and method in row.methods and row.key != "method.name"
+        if row.page == page and row.is_for(method, of_images) and row.key != "method.name"
     )
 
 

@@ -113,8 +113,11 @@ class LossScreen(CurveScreen):
         return arrangement.loss(width, height, samples=self.samples)
 
     def action_crosshair(self, by: int) -> None:
-        """Move the crosshair by hundredths of the shown curve; 0 hides it."""
-        self.flux.look_at(crosshair=self.flux.view.crosshair_moved(by) if by else None)
+        """Move the crosshair by hundredths of the shown curve, with the samples in focus from one
+        step with samples to the next; 0 hides it."""
+        view = self.flux.view
+        moved = view.sample_moved if self.panel_in_focus == "samples" else view.crosshair_moved
+        self.flux.look_at(crosshair=moved(by) if by else None)
 
     def action_by_tokens(self) -> None:
         """Draw over steps or over trained tokens."""

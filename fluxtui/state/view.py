@@ -11,6 +11,7 @@ from fluxtrain.events.events import Event
 from fluxtui.state.freshness import age_s, fresh, limit_s
 from fluxtui.state.machine_sample import MachineSample
 from fluxtui.state.run import FoldedRun
+from fluxtui.state.samples import round_at
 from fluxtui.state.status import Link, Status, status_of
 from fluxtui.state.timeline import Timeline
 
@@ -55,6 +56,7 @@ class View:
     compared: ComparedRun | None = None
     timeline: Timeline = field(default_factory=Timeline)
     key_texts: Mapping[str, str] = field(default_factory=dict)  # the user's own, by action
+    pictures: bool = True  # may be drawn: there are colours for them
 
     @property
     def now_s(self) -> float:
@@ -145,6 +147,14 @@ class View:
             at = min(at, bisect_left(ends, self.chart.crosshair))
         stride = max(1, round(len(buckets) * self.chart.zoom / 100))
         return buckets[max(0, min(len(buckets) - 1, at + by * stride))].last
+
+    def sample_moved(self, by: int) -> int | None:
+        """Return the step of the samples `by` rounds on from those at the crosshair."""
+        steps = [one.step for one in self.state.samples]
+        shown = round_at(self.state.samples, self.chart.crosshair)
+        if shown is None:
+            return None
+        return steps[max(0, min(len(steps) - 1, steps.index(shown.step) + by))]
 
     def block_moved(self, by: int) -> int | None:
         """Return the block `by` places on; None while no block is known."""

@@ -224,6 +224,7 @@ class WizardFrame(ActionScreen[Outcome | None]):
             launch_error=self.launch_error,
             root=self.root,
             free_disk_bytes=self.free_disk_bytes,
+            pictures=isinstance(self.app, AppBase) and self.app.view.pictures,
             wide=self.has_class("-wide"),
             short=self.has_class("-short"),
             tall=self.has_class("-tall"),

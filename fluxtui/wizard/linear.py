@@ -15,7 +15,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fluxtrain.errors import BadInput, FluxTrainError
-from fluxtrain.events.answers.answers import Answer, DryRunAnswer, InspectionAnswer
+from fluxtrain.events.answers.answers import (
+    Answer,
+    DryRunAnswer,
+    InspectionAnswer,
+    PairsInspectionAnswer,
+)
 from fluxtrain.events.answers.asking import EngineRefused, ask_engine
 from fluxtrain.events.answers.machine import ProbeAnswer
 from fluxtrain.events.answers.plan import PlanAnswer
@@ -222,9 +227,11 @@ class LinearWizard(Dialogue):
             self._know(answers=dataclasses.replace(check.loaded, step="training"))
 
     def _data(self) -> None:
-        self._source(questions.DATA)
-        self._say("the engine reads the first documents")
-        found = self._engine_says(InspectionAnswer, *self._arguments())
+        of_images = self.view.answers.of_images
+        self._source(questions.data_question(of_images))
+        self._say(f"the engine reads the {'pairs' if of_images else 'first documents'}")
+        answer: Any = PairsInspectionAnswer if of_images else InspectionAnswer
+        found: Asked[Any] = self._engine_says(answer, *self._arguments())
         self._know(inspection=found)
         if found.value is None:
             self._say(f"error: {found.refusal}")
@@ -252,7 +259,8 @@ class LinearWizard(Dialogue):
 
     def _settings(self, page: StepName, title: str) -> None:
         """Print the settings of a page with their reasons; change those whose numbers are typed."""
-        rows = rows_of(page, self.view.answers.method)
+        answers = self.view.answers
+        rows = rows_of(page, answers.method, answers.of_images)
         while rows:
             if page != "data":
                 self._plan()

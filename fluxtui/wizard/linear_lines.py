@@ -7,7 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fluxtrain.events.answers.answers import DryRunAnswer, InspectionAnswer, TextPiece
+from fluxtrain.events.answers.answers import (
+    DryRunAnswer,
+    InspectionAnswer,
+    PairsInspectionAnswer,
+    TextPiece,
+)
 from fluxtrain.events.answers.machine import ProbeAnswer
 from fluxtrain.events.answers.plan import PlanAnswer, PlanOption
 from fluxtrain.units import bytes_text
@@ -18,7 +23,7 @@ from fluxtui.wizard.checks.answer_checks import Check
 from fluxtui.wizard.engine.asked import Asked
 from fluxtui.wizard.engine.machine import age_text, machine_table, machine_warnings
 from fluxtui.wizard.engine.plan_preview import fit
-from fluxtui.wizard.pages.data import inspection_rows
+from fluxtui.wizard.pages.data import inspection_rows, pair_rows
 from fluxtui.wizard.pages.launch import (
     bar_rows,
     card_lines,
@@ -44,8 +49,13 @@ def pair_lines(rows: Sequence[tuple[str, str]]) -> list[str]:
     return [f"{name}: {value}" for name, value in rows]
 
 
-def inspection_lines(found: InspectionAnswer) -> list[str]:
-    """Write lengths in words, and the samples: which parts are trained on and which are context."""
+def inspection_lines(found: InspectionAnswer | PairsInspectionAnswer) -> list[str]:
+    """Write lengths in words, and the samples: which parts are trained on and which are context; of
+    pairs of images their sizes and prompts."""
+    if isinstance(found, PairsInspectionAnswer):
+        notes = [f"note: {note}" for note in found.notes]
+        prompts = [f"pair {number}: {text}" for number, text in enumerate(found.prompts, start=1)]
+        return [*pair_lines(pair_rows(found)), *notes, *prompts]
     lengths = sorted(found.lengths)
     at = [lengths[round(share * (len(lengths) - 1))] for share in (0.5, 0.9, 1.0)]
     lines = [

@@ -10,7 +10,8 @@ import pytest
 from fluxtrain.config.schema import RunConfig, demo_config, load_config, validate
 from fluxtrain.config.schema import settings as all_settings
 from fluxtrain.errors import BadInput
-from fluxtui.answers.answers import Answers, with_method, with_settings
+from fluxtrain.models.model_files import IMAGE_DEMO
+from fluxtui.answers.answers import Answers, with_method, with_model, with_settings
 from fluxtui.answers.configuring import answers_from_config, answers_from_file, configuration
 from fluxtui.answers.draft import load_draft, save_draft
 from fluxtui.answers.launching import engine_arguments, prepare
@@ -44,6 +45,7 @@ TYPED = {
     "data.held_out": ("0", 0), "train.checkpoint_every": ("50", 50), "train.seed": ("3", 3),
     "data.seed": ("4", 4), RUN_FOLDER: ("/out/run", "/out/run"),
     "placement.chunk_rows": ("2", 2), "placement.offload": ("max", "max"),
+    "image.size": ("512", 512), "image.samples": ("4", 4),
 }  # fmt: skip
 
 
@@ -62,6 +64,9 @@ def test_each_setting_is_the_trainers_and_reaches_it_by_field_flag_draft_and_fil
     assert row.key in {one.key for one in all_settings(RunConfig())}
     assert read(row, default_text(row)) is None, "the default is no answer"
     answers = with_method(answers, row.methods[-1])
+    if row.of == "images":
+        assert "image" not in configuration(answers), "a text model has none"
+        answers = with_model(answers, IMAGE_DEMO)
     config = validate(configuration(answers))
     found = {one.key: one.value for one in all_settings(config)}
     carried = list(there) if isinstance(there := found[row.key], tuple) else there

@@ -67,8 +67,8 @@ def license_of(folder: Path) -> str:
 
 
 def _sheet(pairs: Sequence[Pair]) -> Any:
-    """Draw a line for each pair: its references, then the target, scaled down."""
-    from PIL import Image
+    """Draw a line for each pair: its references, then the target, scaled."""
+    from PIL import Image, ImageOps
 
     rows = [
         [cropped(p.path, pair.bucket) for p in (*pair.references, pair.image)] for pair in pairs
@@ -77,8 +77,7 @@ def _sheet(pairs: Sequence[Pair]) -> Any:
     sheet = Image.new("RGB", (columns * _SIDE, len(rows) * _SIDE), "gray")
     for row, pictures in enumerate(rows):
         for column, pixels in enumerate(pictures):
-            picture = Image.fromarray(pixels)
-            picture.thumbnail((_SIDE, _SIDE))
+            picture = ImageOps.contain(Image.fromarray(pixels), (_SIDE, _SIDE))
             place = column + columns - len(pictures)  # targets stand in the last column
             sheet.paste(picture, (place * _SIDE, row * _SIDE))
     return sheet

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+from importlib import import_module
 from pathlib import Path
 
 import typer
@@ -181,7 +181,7 @@ def sample(  # noqa: PLR0913, PLR0917 - as above
     if not prompt.strip():
         raise BadInput("--prompt is empty: say what should change")
     with Importing():
-        from fluxtrain.results.image_sampling import SampleRequest, half_blocks
+        from fluxtrain.results.image_sampling import SampleRequest
         from fluxtrain.results.image_sampling import sample as made
 
     request = SampleRequest(
@@ -193,5 +193,28 @@ def sample(  # noqa: PLR0913, PLR0917 - as above
         print_json(found)
         return
     if show:
-        say(half_blocks(to, shutil.get_terminal_size().columns))
+        _draw(to)
     say(f"{found.path}: {found.width} x {found.height} pixels in {found.seconds:.1f} s")
+
+
+def _draw(path: Path) -> None:
+    """Draw a picture as textual-image does, where it is installed, else in half blocks; nothing
+    where there are no colours."""
+    from rich.console import Console
+    from rich.segment import Segment, Segments
+    from rich.style import Style
+
+    from fluxtrain.files.half_blocks import BLOCK, half_blocks
+
+    console = Console()
+    if console.no_color or console.color_system is None:
+        return
+    try:
+        drawn = import_module("textual_image.renderable").Image(str(path))
+    except ImportError:
+        cells = [
+            [Segment(BLOCK, Style.parse(f"{above} on {below}")) for above, below in line]
+            for line in half_blocks(path, console.width, console.width)
+        ]
+        drawn = Segments([part for line in cells for part in (*line, Segment.line())])
+    console.print(drawn)

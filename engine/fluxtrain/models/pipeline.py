@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,49 +21,22 @@ from fluxtrain.models.copies import Copied
 from fluxtrain.models.demo_pipeline import demo_folder
 from fluxtrain.models.export import save_folder
 from fluxtrain.models.loading import EmptyModel, ModelSource, check_finite
-from fluxtrain.models.model_files import IMAGE_DEMO, PIPELINE_INDEX, safetensors_header
+from fluxtrain.models.model_files import IMAGE_DEMO, safetensors_header
+from fluxtrain.models.pipeline_files import PipelineFolder, check_pipeline
 from fluxtrain.models.precision import choose_dtype
 from fluxtrain.models.quiet import quiet_diffusers
 
-PARTS = (
-    "transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler",
-)  # fmt: skip
-_KINDS = ("FluxKontextPipeline", "FluxPipeline")
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 
 
-@dataclass(frozen=True, slots=True)
-class PipelineFolder:
-    """A whole pipeline on this disk."""
-
-    folder: Path
-
-    @property
-    def weights(self) -> tuple[Path, ...]:
-        """Return the files of the transformer's weights."""
-        return weights_of(self.folder / "transformer")
-
-
 def open_pipeline(path: str) -> PipelineFolder:
-    """Check the parts of a pipeline. Raises BadInput naming what is missing, with the cure."""
-    folder = Path(path).expanduser()
+    """Check the parts of a pipeline; that of the demo is made. Raises BadInput."""
     if path == IMAGE_DEMO:
         _diffusers()
-        folder = demo_folder() / "pipeline"
-    missing = [name for name in PARTS if not (folder / name).is_dir()]
-    if not (folder / PIPELINE_INDEX).is_file() or missing:
-        lacks = ", ".join([*missing] or [PIPELINE_INDEX])
-        raise BadInput(
-            f"{folder} is a part of an image pipeline: it lacks {lacks}, which encode the images "
-            "and prompts; name the folder of the whole pipeline, as `hf download` makes it"
-        )
-    kind = (read_json(folder / PIPELINE_INDEX, follow=True) or {}).get("_class_name")
-    if kind not in _KINDS:
-        raise BadInput(
-            f"{folder} is a {kind}, and image editing is trained with {_KINDS[0]} (FLUX.1 Kontext)"
-        )
+        return PipelineFolder(demo_folder() / "pipeline")
+    found = check_pipeline(Path(path).expanduser())
     _diffusers()
-    return PipelineFolder(folder)
+    return found
 
 
 def _diffusers() -> None:
@@ -75,21 +47,6 @@ def _diffusers() -> None:
         raise BadInput(
             "training on images needs diffusers and Pillow: pip install 'fluxtrain[image]'"
         ) from error
-
-
-def weights_of(folder: Path) -> tuple[Path, ...]:
-    """List the weight files of a part. Raises BadInput where there are none in safetensors, or an
-    index names one that is missing."""
-    files = tuple(sorted(folder.glob("*.safetensors")))
-    index = next(iter(folder.glob("*.safetensors.index.json")), None)
-    named = set(
-        ((read_json(index, follow=True) or {}) if index else {}).get("weight_map", {}).values()
-    )
-    absent = sorted(named - {file.name for file in files})
-    if absent or not files:
-        lacks = ", ".join(absent[:3]) or "weights (*.safetensors)"
-        raise BadInput(f"{folder} lacks {lacks}: download it again")
-    return tuple(file for file in files if not named or file.name in named)
 
 
 def open_transformer(pipeline: PipelineFolder, source: ModelSource) -> EmptyModel:

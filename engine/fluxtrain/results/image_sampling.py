@@ -26,11 +26,11 @@ from fluxtrain.methods.image.sampling import Request, pixels_of, sampled
 from fluxtrain.models.loading import ModelSource
 from fluxtrain.models.model_files import is_pipeline
 from fluxtrain.models.pipeline import (
-    PipelineFolder,
     load_transformer,
     open_pipeline,
     open_transformer,
 )
+from fluxtrain.models.pipeline_files import PipelineFolder
 from fluxtrain.train.checkpoint.recovery import stored_config
 
 Tell = Callable[[str], None]
@@ -139,26 +139,3 @@ def _pair(request: SampleRequest, side: int) -> Pair:
         image=picture, references=(picture,), prompt=request.prompt, mask=None, bucket=bucket,
         where=str(request.reference),
     )  # fmt: skip
-
-
-def half_blocks(path: Path, columns: int) -> str:
-    """Draw a picture for a terminal of 24-bit colours, two pixels a cell: text with escapes."""
-    from PIL import Image
-
-    with Image.open(path) as opened:
-        picture = opened.convert("RGB")
-    picture.thumbnail((columns, 2 * columns))
-    width, height = picture.size
-    pixels: Any = picture.load()
-    lines = []
-    for top in range(0, height - 1, 2):
-        cells = []
-        for column in range(width):
-            above, below = pixels[column, top], pixels[column, top + 1]
-            cells.append(f"\x1b[38;2;{_code(above)};48;2;{_code(below)}m\u2580")
-        lines.append("".join(cells) + "\x1b[0m")
-    return "\n".join(lines)
-
-
-def _code(colour: tuple[int, int, int]) -> str:
-    return ";".join(map(str, colour))

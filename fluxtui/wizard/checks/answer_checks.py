@@ -34,6 +34,11 @@ _DEMO_MODEL = (
     ("architecture", "Llama, a few million parameters"),
     ("weights", "random, created when the run starts; nothing is downloaded"),
 )
+_IMAGE_DEMO_MODEL = (
+    ("architecture", "FLUX.1 Kontext, 0.6 million parameters; learns from pairs of images"),
+    ("weights", "random, but for its VAE, which is trained in a minute when the run starts"),
+)
+_IMAGE_DEMO_DATA = (("format", "pairs of images, drawn when the run starts"),)
 _DEMO_DATA = (
     ("format", "text, one document for each docstring"),
     ("source", "the standard library of this Python, read when the run starts"),
@@ -88,6 +93,8 @@ def check_model(answers: Answers, environment: Mapping[str, str] = os.environ) -
     """Look at the chosen model without loading it."""
     if answers.model_source == "demo":
         return Check(facts=_DEMO_MODEL)
+    if answers.model_source == "images":
+        return Check(facts=_IMAGE_DEMO_MODEL)
     if answers.model_source == "recent" and not answers.model_path:
         return Check(error="no model was trained here yet: choose another line", open=True)
     trusted = _said(answers, "model.trust_remote_code").lower() == "true"
@@ -104,7 +111,10 @@ _LISTED = "[a.jsonl, {path: b.csv, weight: 2}]"
 
 
 def check_data(answers: Answers) -> Check:
-    """Look at the chosen data: format, size and the first documents."""
+    """Look at the chosen data: format, size and the first documents. The engine alone reads pairs
+    of images, whose pixels need more than the standard library."""
+    if answers.of_images:
+        return _check_pairs(answers)
     if answers.data_source == "demo":
         return Check(facts=_DEMO_DATA, samples=demo_samples())
     if answers.data_source == "hub" or answers.data_file.startswith(HUB_SCHEME):
@@ -123,6 +133,16 @@ def check_data(answers: Answers) -> Check:
     except BadInput as error:
         return Check(error=str(error), open=not answers.data_file)
     return Check(facts=facts.rows(), samples=facts.samples, warnings=facts.notes)
+
+
+def _check_pairs(answers: Answers) -> Check:
+    if answers.data_source == "demo":
+        return Check(facts=_IMAGE_DEMO_DATA)
+    if answers.data_source == "hub" or not answers.data_file:
+        return Check(error="type the path of pairs.jsonl, a CSV, or a folder of pairs", open=True)
+    if not Path(answers.data_file).exists():
+        return Check(error=f"{answers.data_file} does not exist")
+    return Check()
 
 
 def _data_settings(answers: Answers) -> Mapping[str, Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fluxtrain.events.run_folder.run_dir import RunDir, RunSummary, list_runs
 from fluxtrain.files.atomic import read_json
+from fluxtrain.models.model_files import IMAGE_DEMO
 from fluxtrain.units import UNKNOWN, duration_text, loss_text
 from fluxtui.answers.answers import DEMO
 from fluxtui.answers.questions import ListOption
@@ -33,7 +34,7 @@ def recent_models(runs: list[RunSummary]) -> list[str]:
     for run in runs:
         path = _model_path(RunDir(run.path))
         gone = path is None or (path.startswith(("/", "~", ".")) and not _is_there(path))
-        if path is not None and path != DEMO and not gone and path not in found:
+        if path is not None and path != DEMO and not gone and path not in (IMAGE_DEMO, *found):
             found.append(path)
     return found[:MODELS]
 

@@ -9,13 +9,22 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections import Counter
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from fluxtrain.errors import BadInput
+from fluxtrain.files.atomic import read_json
 from fluxtrain.files.opening import open_plain
-from fluxtrain.models.model_files import ModelFiles, check_model_folder
+from fluxtrain.models.model_files import (
+    ModelFiles,
+    check_model_folder,
+    is_pipeline,
+    safetensors_header,
+)
+from fluxtrain.models.pipeline_files import check_pipeline
 from fluxtrain.units import bytes_text, count_text
 from fluxtui.home import expanded, home_folder
 from fluxtui.words import counted
@@ -64,6 +73,8 @@ def read_model_folder(folder: str, trust_remote_code: bool = False) -> ModelDesc
     try:
         if not path.exists():
             raise BadInput(f"{path} does not exist")
+        if is_pipeline(str(path)):
+            return _pipeline_facts(path)
         return _facts(path, check_model_folder(path, trust_remote_code))
     except OSError as error:
         raise BadInput(f"{error.filename or path} cannot be read: {error.strerror}") from None
@@ -93,6 +104,26 @@ def _facts(folder: Path, files: ModelFiles) -> ModelDescription:
         context=_first_int(shape, "max_position_embeddings", "n_positions", "n_ctx"),
         licence=_licence(folder, config),
         warnings=_warnings(files),
+    )
+
+
+def _pipeline_facts(folder: Path) -> ModelDescription:
+    """Describe the transformer of an image pipeline, the part that is trained."""
+    pipeline = check_pipeline(folder)
+    shape = read_json(folder / "transformer" / "config.json", follow=True) or {}
+    tensors = [t for file in pipeline.weights for t in safetensors_header(file).values()]
+    blocks = [shape.get(key) for key in ("num_layers", "num_single_layers")]
+    heads, size = shape.get("num_attention_heads"), shape.get("attention_head_dim")
+    dtypes = Counter(str(tensor["dtype"]) for tensor in tensors)
+    return ModelDescription(
+        architecture=f"{shape.get('_class_name', 'a transformer')}, learns from pairs of images",
+        parameters=sum(prod(tensor["shape"]) for tensor in tensors),
+        dtype=dtypes.most_common(1)[0][0] if dtypes else None,
+        weight_bytes=sum(file.stat().st_size for file in pipeline.weights),
+        blocks=sum(count for count in blocks if isinstance(count, int)) or None,
+        hidden=heads * size if isinstance(heads, int) and isinstance(size, int) else None,
+        context=None,
+        licence=_licence(folder, {}),
     )
 
 

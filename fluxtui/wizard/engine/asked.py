@@ -60,7 +60,7 @@ class Question(Generic[T]):
     ) -> None:
         """Ask one question of a `group` at a time; the group is the command by default."""
         self.state: Asked[T] = Asked()
-        self._screen, self._answer = screen, answer
+        self._screen, self.answer = screen, answer
         self._on_change, self._program = on_change, program
         self._group = group or answer.COMMAND
         self.key: object = None  # of what was asked last
@@ -101,7 +101,7 @@ class Question(Generic[T]):
     async def _run(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         try:
             value = await ask_engine(
-                self._answer,
+                self.answer,
                 *arguments,
                 program=self._program,
                 said=self._said,

@@ -14,7 +14,7 @@ from typing import Any
 
 from textual.screen import Screen
 
-from fluxtrain.events.answers.answers import DryRunAnswer, InspectionAnswer
+from fluxtrain.events.answers.answers import DryRunAnswer, InspectionAnswer, PairsInspectionAnswer
 from fluxtrain.events.answers.machine import ProbeAnswer
 from fluxtrain.events.answers.plan import PlanAnswer, PlanOption
 from fluxtui.answers.answers import Answers, with_method
@@ -22,6 +22,8 @@ from fluxtui.answers.configuring import chosen_settings, yaml_text
 from fluxtui.answers.launching import engine_arguments
 from fluxtui.answers.rows import METHODS
 from fluxtui.wizard.engine.asked import Asked, Question
+
+Inspected = InspectionAnswer | PairsInspectionAnswer
 
 
 class Background:
@@ -45,7 +47,9 @@ class Background:
         self._comparing = False
         self._kept: dict[object, Asked[PlanAnswer]] = {}  # plans that are there
         self.probe = Question(screen, ProbeAnswer, self._probed, program)
-        self.inspection = Question(screen, InspectionAnswer, on_change, program)
+        self.inspection: Question[Inspected] = Question(
+            screen, InspectionAnswer, on_change, program
+        )
         self.plan = Question(screen, PlanAnswer, self._planned, program)
         self.beside = Question(screen, PlanAnswer, self._compared, program, group="plan beside")
         self.trial = Question(screen, DryRunAnswer, on_change, program)
@@ -80,6 +84,7 @@ class Background:
         if self.probe.state.pending:
             return
         data_alone = _about_data(answers)
+        self.inspection.answer = PairsInspectionAnswer if answers.of_images else InspectionAnswer
         self.inspection.ask(_key(data_alone), self._arguments(data_alone))
         key = _key(answers)
         if self._cards_of != _key(_about_model(answers)):

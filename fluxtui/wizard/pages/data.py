@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from itertools import zip_longest
+from pathlib import Path
 
 from textual.content import Content
 
-from fluxtrain.events.answers.answers import InspectionAnswer
+from fluxtrain.errors import BadInput
+from fluxtrain.events.answers.answers import InspectionAnswer, PairsInspectionAnswer
+from fluxtrain.files.half_blocks import BLOCK, half_blocks
 from fluxtrain.units import count_text
 from fluxtui.wizard.checks.answer_checks import Check
 from fluxtui.wizard.pages import drawing
@@ -101,6 +105,7 @@ def _axis(found: Histogram, sequence_length: int) -> str:
 HISTOGRAM_LINES = 3
 SAMPLE_LINES = 8
 FIRST_SAMPLE_LINES = 4  # where the screen is low: it must stand above the fold
+PAIR_LINES = 6
 NAME_CELLS = 16
 LEGEND = "▌ trained on; the rest is context (masked)"
 
@@ -111,7 +116,9 @@ def data_page(view: WizardView, width: int) -> Content:
     if check is None or check.error:
         return _refused(view, check, width)
     parts = [_in_a_line(check, width) if view.short else found_page(view, width)]
-    if asked.value is not None:
+    if isinstance(asked.value, PairsInspectionAnswer):
+        parts += _pairs(asked.value, view, width)
+    elif asked.value is not None:
         if view.answers.data_source == "hub":  # its shape is known to the engine alone
             parts.append(drawing.pairs([_read_as(asked.value)], width))
         more = [note for note in asked.value.notes if note not in check.warnings]
@@ -121,9 +128,48 @@ def data_page(view: WizardView, width: int) -> Content:
         parts.append(drawing.problem(asked.refusal, width))
     else:
         if asked.pending:
-            parts.append(pending("The engine reads the first documents", asked, width))
+            what = "pairs" if view.answers.of_images else "first documents"
+            parts.append(pending(f"The engine reads the {what}", asked, width))
         parts.append(_first_documents(check, width))
     return Content("\n\n").join(part for part in parts if part.plain)
+
+
+def pair_rows(found: PairsInspectionAnswer) -> tuple[tuple[str, str], ...]:
+    """Return name and value of every fact about pairs of images."""
+    sizes = ", ".join(f"{count:,} of {size}" for size, count in found.sizes.items())
+    return (
+        ("layout", found.layout),
+        ("pairs", f"{found.pairs:,} to train on, {found.held_out:,} held out: {sizes}"),
+        ("a row", f"{found.sequence_length:,} tokens in the largest pair, with its prompt"),
+        ("licence", found.license),
+        ("sheet", found.contact_sheet),
+    )
+
+
+def _pairs(found: PairsInspectionAnswer, view: WizardView, width: int) -> list[Content]:
+    parts = [drawing.pairs(pair_rows(found), width)]
+    parts += [drawing.caution(note, width) for note in found.notes]
+    hint = "references, then the target, with the prompt"
+    lines = [drawing.heading("Contact sheet", hint, width), *_sheet(found, view.pictures)]
+    return [*parts, Content("\n").join(lines)]
+
+
+def _sheet(found: PairsInspectionAnswer, pictures: bool) -> list[Content]:
+    """Draw the first pairs, each with its prompt beside its first line."""
+    try:
+        cells = half_blocks(Path(found.contact_sheet), 36, PAIR_LINES * len(found.prompts))
+    except BadInput as error:
+        return [Content.styled(str(error), drawing.MUTED), *map(Content, found.prompts)]
+    if not pictures:
+        return [Content(prompt) for prompt in found.prompts]
+    prompts = (text for prompt in found.prompts for text in (prompt, *[""] * (PAIR_LINES - 1)))
+    return [
+        Content.assemble(
+            *((BLOCK, f"{above} on {below}") for above, below in line or ()),
+            f"  {prompt or ''}",
+        )
+        for line, prompt in zip_longest(cells, prompts)
+    ]
 
 
 def _read_as(found: InspectionAnswer) -> tuple[str, str]:

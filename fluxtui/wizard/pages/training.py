@@ -7,12 +7,20 @@ from typing import Any
 from textual.content import Content
 
 from fluxtrain.events.answers.plan import PlanAnswer
-from fluxtui.answers.rows import BY_KEY, SettingRow, declared, default_text, rows_of, value_text
+from fluxtui.answers.rows import (
+    BY_KEY,
+    ROWS,
+    SettingRow,
+    declared,
+    default_text,
+    rows_of,
+    value_text,
+)
 from fluxtui.widgets.spans import cut
 from fluxtui.wizard.pages import drawing
 from fluxtui.wizard.pages.wizard_view import WizardView
 
-NAME_CELLS = 2 + max(len(row.name) for row in rows_of("training"))
+NAME_CELLS = 2 + max(len(row.name) for row in ROWS if row.page == "training")
 VALUE_CELLS = 11
 REASON_LINES = 3  # kept free, so that the page does not jump under the cursor
 AS_SET = "as set"
@@ -25,7 +33,7 @@ def training_page(view: WizardView, width: int, cursor: int = 0) -> Content:
     hint = f"{keys} change, {view.key('wizard_edit')} types a value"
     lines = [drawing.heading("Training settings", hint, width)]
     group = ""
-    rows = rows_of("training")
+    rows = rows_of("training", of_images=view.answers.of_images)
     for index, row in enumerate(rows):
         if row.group != group and not view.short:
             lines.append(Content.styled(row.group, "bold"))

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from fluxtrain.events.answers.answers import DryRunAnswer, InspectionAnswer
+from fluxtrain.events.answers.answers import DryRunAnswer, InspectionAnswer, PairsInspectionAnswer
 from fluxtrain.events.answers.machine import ProbeAnswer
 from fluxtrain.events.answers.plan import PlanAnswer, PlanOption
 from fluxtrain.events.run_folder.run_dir import RunSummary
@@ -38,7 +38,9 @@ class WizardView:
     answers: Answers = dataclasses.field(default_factory=Answers)
     checks: Mapping[str, Check | None] = dataclasses.field(default_factory=dict)
     probe: Asked[ProbeAnswer] = dataclasses.field(default_factory=Asked)
-    inspection: Asked[InspectionAnswer] = dataclasses.field(default_factory=Asked)
+    inspection: Asked[InspectionAnswer | PairsInspectionAnswer] = dataclasses.field(
+        default_factory=Asked
+    )
     plan: Asked[PlanAnswer] = dataclasses.field(default_factory=Asked)
     methods: Mapping[str, Asked[PlanAnswer]] = dataclasses.field(default_factory=dict)
     trial: Asked[DryRunAnswer] = dataclasses.field(default_factory=Asked)
@@ -50,6 +52,7 @@ class WizardView:
     root: Path = Path("runs")
     free_disk_bytes: int | None = None
     wide: bool = False
+    pictures: bool = False  # may be drawn: there are colours for them
     short: bool = False  # as many lines as a plain terminal has
     tall: bool = False  # room for explanations
     machine: MachineSample | None = None  # as it is now

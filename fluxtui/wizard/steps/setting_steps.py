@@ -30,7 +30,6 @@ class TrainingStep(AskingStep, can_focus=True):
         *own_bindings(("list_up", "list_down"), list_up="walk(-1)", list_down="walk(1)"),
     ]
     BEGINS_A_VALUE = "0123456789./~"
-    ROWS = rows_of("training")
 
     def __init__(self) -> None:
         super().__init__("training")
@@ -42,12 +41,17 @@ class TrainingStep(AskingStep, can_focus=True):
     @property
     def walked(self) -> int:
         """Return how many lines the cursor walks over."""
-        return len(self.ROWS)
+        return len(self.rows)
+
+    @property
+    def rows(self) -> tuple[SettingRow, ...]:
+        """Return the settings of the page."""
+        return rows_of("training", of_images=self.view.answers.of_images)
 
     @property
     def under_cursor(self) -> SettingRow:
         """Return the setting under the cursor."""
-        return self.ROWS[self._cursor]
+        return self.rows[self._cursor]
 
     def action_turn_value(self, offset: int) -> None:
         """Take the next usual value, or the default."""
@@ -71,7 +75,7 @@ class TrainingStep(AskingStep, can_focus=True):
         at = event.get_content_offset(page) if event.widget is page else None
         lines = self.draw(page.content_size.width).plain.split("\n")
         line = lines[at.y] if at is not None and at.y < len(lines) else ""
-        hit = [i for i, row in enumerate(self.ROWS) if line[2:].lstrip().startswith(f"{row.name} ")]
+        hit = [i for i, row in enumerate(self.rows) if line[2:].lstrip().startswith(f"{row.name} ")]
         if hit and hit[-1] == self._cursor:
             self.action_edit()
         elif hit:
@@ -149,7 +153,9 @@ class MethodStep(AskingStep, can_focus=True):
         """Choose the method to the left or to the right."""
         at = METHODS.index(self.view.answers.method) + offset
         if 0 <= at < len(METHODS):
-            self.answer({"method.name": METHODS[at] if at else None})
+            chosen = METHODS[at]
+            usual = self.view.answers.usual_method
+            self.answer({"method.name": None if chosen == usual else chosen})
 
     def action_again(self) -> None:
         """Plan the methods once more."""

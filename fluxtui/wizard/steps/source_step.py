@@ -13,7 +13,7 @@ from textual.widgets import Input
 
 from fluxtui.actions.key_map import own_bindings
 from fluxtui.answers.answers import OF_COLUMNS, Answers
-from fluxtui.answers.questions import ListOption, SourceField, SourceQuestion
+from fluxtui.answers.questions import ListOption, SourceField, SourceQuestion, data_question
 from fluxtui.answers.rows import BY_KEY, turned
 from fluxtui.widgets.entry import PrintableInput
 from fluxtui.wizard.checks.answer_checks import reading_options
@@ -48,7 +48,7 @@ class SourceStep(WizardStep):
 
     def compose(self) -> ComposeResult:
         question = self._question
-        yield Drawn(lambda width: Content.styled(question.text, "bold"))
+        yield Drawn(lambda width: Content.styled(self._question.text, "bold"))
         yield ChoiceList(question.options, id=f"{question.step}-choices")
         for field in question.fields.values():
             yield self._list(field) if field.kind == "list" else self._box(field)
@@ -63,6 +63,8 @@ class SourceStep(WizardStep):
 
     def show(self, view: WizardView) -> None:
         """Draw this view; the text fields keep their text (see `fill`)."""
+        if self.name_of_step == "data":
+            self._ask(data_question(view.answers.of_images))
         source = getattr(view.answers, self._question.source)
         self.query_one(f"#{self._question.step}-choices", ChoiceList).show(source)
         for option, field in self._question.fields.items():
@@ -80,6 +82,16 @@ class SourceStep(WizardStep):
             refused = refused and not offered
             box.set_class(refused and box.display, "-refused")
         super().show(view)
+
+    def _ask(self, question: SourceQuestion) -> None:
+        """Ask another question with the same fields."""
+        if question is not self._question:
+            self._question = question
+            self.query_one(f"#{question.step}-choices", ChoiceList).offer(question.options)
+            for field in question.fields.values():
+                box = self._widget(field)
+                if isinstance(box, Input):
+                    box.placeholder, box.border_title = field.hint, field.title
 
     def fill(self, answers: Answers) -> None:
         """Put these answers into the text fields.

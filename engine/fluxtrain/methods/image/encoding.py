@@ -28,7 +28,7 @@ from fluxtrain.errors import BadInput
 from fluxtrain.files.atomic import write_bytes
 from fluxtrain.files.cache import cache_root
 from fluxtrain.models.model_files import base_key
-from fluxtrain.models.pipeline import PipelineFolder, weights_of
+from fluxtrain.models.pipeline_files import PipelineFolder, weights_of
 from fluxtrain.models.quiet import quiet_diffusers
 
 VERSION = 1  # raise it when the same image or prompt would be encoded otherwise

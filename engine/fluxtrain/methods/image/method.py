@@ -24,12 +24,12 @@ from fluxtrain.models.demo_pipeline import demo_folder
 from fluxtrain.models.loading import EmptyModel, LoadedModel, ModelSource
 from fluxtrain.models.model_files import IMAGE_DEMO, base_key
 from fluxtrain.models.pipeline import (
-    PipelineFolder,
     load_transformer,
     open_pipeline,
     open_transformer,
     save_transformer,
 )
+from fluxtrain.models.pipeline_files import PipelineFolder
 from fluxtrain.models.precision import Capability
 from fluxtrain.plan import states
 from fluxtrain.plan.facts import ModelFacts, RowFacts, activation_estimate

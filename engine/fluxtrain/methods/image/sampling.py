@@ -26,7 +26,7 @@ from fluxtrain.events.run_folder.own_files import SAMPLES
 from fluxtrain.machine.failures import first_line
 from fluxtrain.methods.image.encoding import Encodings, load_vae
 from fluxtrain.methods.image.flow import packed, positions
-from fluxtrain.models.pipeline import PipelineFolder
+from fluxtrain.models.pipeline_files import PipelineFolder
 from fluxtrain.models.quiet import quiet_diffusers
 
 SEED = 0
