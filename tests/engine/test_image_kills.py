@@ -1,4 +1,4 @@
-"""Image runs that are killed with SIGKILL: the next start loses nothing and encodes nothing twice."""
+"""Image runs killed with SIGKILL: the next start loses nothing and encodes nothing twice."""
 
 from __future__ import annotations
 

@@ -82,21 +82,13 @@ def sample(request: SampleRequest, tell: Tell) -> SampleAnswer:
     model.eval()
     if device.type == "cuda":
         model = fluxtrain.wrap(model, device=device)
-    words, pooled = encodings.prompt(pair.prompt)
-    latents = [encodings.latents(one, pair.bucket) for one in pair.references]
     tell("making the image")
-    made = sampled(
-        model,
-        pipeline,
-        Request(
-            references=torch.stack(latents) if latents else torch.empty(0),
-            words=words, pooled=pooled, bucket=pair.bucket,
-            steps=request.steps or image.sample_steps,
-            guidance=image.sample_guidance if request.guidance is None else request.guidance,
-            seed=request.seed,
-        ),
-        device,
+    how = Request(
+        encodings=encodings, pair=pair, steps=request.steps or image.sample_steps,
+        guidance=image.sample_guidance if request.guidance is None else request.guidance,
+        seed=request.seed,
     )  # fmt: skip
+    made = sampled(model, how, device)
     if device.type == "cuda":
         engine_of(model).close()
     del model

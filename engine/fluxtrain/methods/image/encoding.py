@@ -28,7 +28,7 @@ from fluxtrain.errors import BadInput
 from fluxtrain.files.atomic import write_bytes
 from fluxtrain.files.cache import cache_root
 from fluxtrain.models.model_files import base_key
-from fluxtrain.models.pipeline_files import PipelineFolder, weights_of
+from fluxtrain.models.pipeline_files import PARTS, PipelineFolder, weights_of
 from fluxtrain.models.quiet import quiet_diffusers
 
 VERSION = 1  # raise it when the same image or prompt would be encoded otherwise
@@ -179,13 +179,13 @@ def _encode_prompts(
     """Encode with CLIP, then with T5; a file is written when it has both."""
     encodings.words.mkdir(parents=True, exist_ok=True)
     pooled = {}
-    clip = text_pipeline(encodings.pipeline, "text_encoder", encodings.dtype, device)
+    clip = text_pipeline(encodings.pipeline, "", encodings.dtype, device)
     with torch.no_grad():
         for path, prompt in prompts.items():
             pooled[path] = clip._get_clip_prompt_embeds(prompt, device=device)[0].cpu()
     del clip
     _free(device)
-    t5 = text_pipeline(encodings.pipeline, "text_encoder_2", encodings.dtype, device)
+    t5 = text_pipeline(encodings.pipeline, "_2", encodings.dtype, device)
     dtype = getattr(torch, encodings.dtype)
     with torch.no_grad(), quiet_diffusers():
         for number, (path, prompt) in enumerate(prompts.items(), 1):
@@ -201,36 +201,30 @@ def _encode_prompts(
     _free(device)
 
 
-def text_pipeline(pipeline: PipelineFolder, part: str, dtype: str, device: torch.device) -> Any:
-    """Return the pipeline with one of its text encoders alone, whose code encodes prompts; T5
-    streams to a GPU block by block."""
+def text_pipeline(pipeline: PipelineFolder, number: str, dtype: str, device: torch.device) -> Any:
+    """Return the pipeline with one of its text encoders alone, whose code encodes prompts: CLIP by
+    the number "", T5 by "_2", which streams to a GPU block by block."""
     from diffusers import FluxKontextPipeline
-    from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5Tokenizer
 
     import fluxtrain
 
-    is_t5 = part == "text_encoder_2"
-    kind: Any = T5EncoderModel if is_t5 else CLIPTextModel
-    tokenizer: Any = T5Tokenizer if is_t5 else CLIPTokenizer
+    part = f"text_encoder{number}"
     with quiet_diffusers():
-        model = kind.from_pretrained(
-            pipeline.folder / part, dtype=getattr(torch, dtype), local_files_only=True
-        )
-        model.requires_grad_(False).eval()
-        if is_t5 and device.type == "cuda":
-            model = fluxtrain.wrap(model, device=device, offload="max")
-        else:
-            model.to(device)
-        made: dict[str, Any] = dict.fromkeys(
-            ("scheduler", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2",
-             "transformer")
+        made: Any = FluxKontextPipeline.from_pretrained(
+            pipeline.folder, local_files_only=True, torch_dtype=getattr(torch, dtype),
+            **without(part, f"tokenizer{number}"),
         )  # fmt: skip
-        number = "_2" if is_t5 else ""
-        made[part] = model
-        made[f"tokenizer{number}"] = tokenizer.from_pretrained(
-            pipeline.folder / f"tokenizer{number}", local_files_only=True
-        )
-        return FluxKontextPipeline(**made)
+    model = getattr(made, part).requires_grad_(False).eval()
+    if number and device.type == "cuda":
+        setattr(made, part, fluxtrain.wrap(model, device=device, offload="max"))
+    else:
+        model.to(device)
+    return made
+
+
+def without(*kept: str) -> dict[str, Any]:
+    """Return what keeps diffusers from loading the parts of a pipeline but these."""
+    return dict.fromkeys(part for part in PARTS if part not in kept)
 
 
 def _free(device: torch.device) -> None:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from fluxtrain.config.schema import RunConfig
-from fluxtrain.data.images.buckets import Bucket
 from fluxtrain.data.images.pairs import Pair
 from fluxtrain.data.images.pictures import cropped, save_png
 from fluxtrain.errors import Interrupted, is_panic
@@ -24,7 +23,7 @@ from fluxtrain.events.emitter import Announcer
 from fluxtrain.events.events import SampleGenerated
 from fluxtrain.events.run_folder.own_files import SAMPLES
 from fluxtrain.machine.failures import first_line
-from fluxtrain.methods.image.encoding import Encodings, load_vae
+from fluxtrain.methods.image.encoding import Encodings, load_vae, without
 from fluxtrain.methods.image.flow import packed, positions
 from fluxtrain.models.pipeline_files import PipelineFolder
 from fluxtrain.models.quiet import quiet_diffusers
@@ -34,12 +33,10 @@ SEED = 0
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What an image is made from."""
+    """What an image is made from: the encodings of a pair's references and prompt."""
 
-    references: Tensor  # latents, (R, C, h, w); R may be 0
-    words: Tensor  # T5's encoding of the prompt, (T, width)
-    pooled: Tensor  # CLIP's, (width,)
-    bucket: Bucket
+    encodings: Encodings
+    pair: Pair
     steps: int
     guidance: float
     seed: int = SEED
@@ -47,7 +44,6 @@ class Request:
 
 def sampled(
     model: nn.Module,
-    pipeline: PipelineFolder,
     request: Request,
     device: torch.device,
     stopped: Callable[[], bool] = lambda: False,
@@ -56,32 +52,36 @@ def sampled(
 
     Where `stopped` comes true, what is there then is returned.
     """
-    width, height = request.bucket
+    encodings, pair = request.encodings, request.pair
+    width, height = pair.bucket
+    words, pooled = encodings.prompt(pair.prompt)
+    references = [encodings.latents(one, pair.bucket)[None] for one in pair.references]
 
     def look(made: Any, _step: int, _time: Any, values: dict[str, Any]) -> dict[str, Any]:
         made._interrupt = stopped()
         return values
 
     with quiet_diffusers(), torch.no_grad():
-        made = _sampler(model, pipeline, request, device)
+        made = _sampler(model, encodings.pipeline, references[1:], device)
         tokens: Tensor = made(
-            image=request.references[:1] if len(request.references) else None,
-            prompt_embeds=request.words[None].to(device),
-            pooled_prompt_embeds=request.pooled[None].to(device),
+            image=references[0] if references else None,
+            prompt_embeds=words[None].to(device), pooled_prompt_embeds=pooled[None].to(device),
             height=height, width=width, max_area=height * width, _auto_resize=False,
             num_inference_steps=request.steps, guidance_scale=request.guidance,
             generator=torch.Generator().manual_seed(request.seed),
-            max_sequence_length=len(request.words), output_type="latent",
-            callback_on_step_end=look,
+            max_sequence_length=len(words), output_type="latent", callback_on_step_end=look,
         ).images  # fmt: skip
         return made._unpack_latents(tokens, height, width, made.vae_scale_factor)  # type: ignore[no-any-return]
 
 
 def _sampler(
-    model: nn.Module, pipeline: PipelineFolder, request: Request, device: torch.device
+    model: nn.Module, pipeline: PipelineFolder, further: Sequence[Tensor], device: torch.device
 ) -> Any:
-    """Return the pipeline with `model` as its transformer and nothing else but the scheduler."""
-    from diffusers import FlowMatchEulerDiscreteScheduler, FluxKontextPipeline
+    """Return the pipeline with `model` as its transformer and nothing else but the scheduler.
+
+    further: latents of the references after the first.
+    """
+    from diffusers import FluxKontextPipeline
 
     class Sampler(FluxKontextPipeline):  # type: ignore[misc]
         @property
@@ -90,21 +90,17 @@ def _sampler(
 
         def prepare_latents(self, image: Any, *rest: Any) -> Any:
             latents, images, ids, image_ids = super().prepare_latents(image, *rest)
-            further = request.references[1:].to(latents)
-            if len(further):
-                images = torch.cat([images, *(packed(one[None]) for one in further)], dim=1)
-                _, _, rows, columns = further.shape
-                every = positions(rows, columns, len(request.references) + 1).to(ids)
+            if further:
+                images = torch.cat([images, *(packed(one.to(latents)) for one in further)], dim=1)
+                _, _, rows, columns = further[0].shape
+                every = positions(rows, columns, len(further) + 2).to(ids)
                 image_ids = every[every[:, 0] > 0]
             return latents, images, ids, image_ids
 
-    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(pipeline.folder / "scheduler")
-    made = Sampler(
-        scheduler=scheduler, vae=None, text_encoder=None, tokenizer=None, text_encoder_2=None,
-        tokenizer_2=None, transformer=model,
-    )  # fmt: skip
-    known: Any = model
-    made.latent_channels = known.config.in_channels // 4
+    made = Sampler.from_pretrained(
+        pipeline.folder, local_files_only=True, **(without("scheduler") | {"transformer": model})
+    )
+    made.latent_channels = made.transformer.config.in_channels // 4
     made.set_progress_bar_config(disable=True)
     return made
 
@@ -184,21 +180,17 @@ class PairSamples:
             self._model.train(was_training)
 
     def _make(self, pair: Pair, number: int, path: Path, stopped: Callable[[], bool]) -> None:
-        encodings, image = self._encodings, self._image
-        words, pooled = encodings.prompt(pair.prompt)
-        latents = [encodings.latents(one, pair.bucket) for one in pair.references]
+        image = self._image
         request = Request(
-            references=torch.stack(latents) if latents else torch.empty(0),
-            words=words, pooled=pooled, bucket=pair.bucket, steps=image.sample_steps,
+            encodings=self._encodings, pair=pair, steps=image.sample_steps,
             guidance=image.sample_guidance, seed=SEED + number,
         )  # fmt: skip
-        made = sampled(self._model, encodings.pipeline, request, self._device, stopped)
+        made = sampled(self._model, request, self._device, stopped)
         if stopped():
             return
         if self._vae is None:
-            self._vae = load_vae(encodings.pipeline, encodings.dtype)
-        shown = pixels_of(self._vae, made, self._device)
-        save_png(beside(pair, shown), path)
+            self._vae = load_vae(self._encodings.pipeline, self._encodings.dtype)
+        save_png(beside(pair, pixels_of(self._vae, made, self._device)), path)
 
 
 def beside(pair: Pair, made: Any) -> Any:
