@@ -81,7 +81,7 @@ def is_pipeline(path: str) -> bool:
     """Return whether a model's path is a folder of an image pipeline, or of a part of one."""
     if path == IMAGE_DEMO:
         return True
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))  # which leaves the home of nobody as it is
     parts = (PIPELINE_INDEX, "transformer/config.json")
     return not (folder / "config.json").exists() and any((folder / p).is_file() for p in parts)
 
