@@ -188,7 +188,7 @@ class Cluster:
         for rule in spec["podFailurePolicy"]["rules"]:
             codes = rule.get("onExitCodes", {}).get("values", ())
             if code in codes or held & {one["type"] for one in rule.get("onPodConditions", ())}:
-                return bool(rule["action"] == "FailJob")
+                return bool(rule["action"] != "Ignore")
         assert spec["backoffLimit"] == 0
         return True
 

@@ -15,7 +15,7 @@ from fluxtrain.errors import BadInput
 from fluxtrain.events.events import StepFinished
 from fluxtrain.events.journal import read_events
 from fluxtrain.serve.deployment import document
-from fluxtrain.serve.jobs import run_of
+from fluxtrain.serve.jobs import find_job, run_of
 from fluxtrain.serve.kubernetes_jobs import KubernetesJobs, job_manifest
 from fluxtrain.serve.settings import KubernetesSettings, ServedModel, ServeSettings
 from tests.serve.conftest import FAKE, Served, create, ended, wait_for
@@ -46,6 +46,10 @@ def state(job_id: str) -> str:
     return run_of(job_id).liveness()
 
 
+def tries(served: Served, job_id: str) -> Any:
+    return find_job(served.service.store, "default", job_id)["tries"]
+
+
 def steps(job_id: str) -> list[int]:
     found = read_events(run_of(job_id).journal)
     return [one.step for one in found if isinstance(one, StepFinished)]
@@ -62,10 +66,12 @@ def test_a_suspended_job_goes_on_by_itself_when_it_is_admitted(
     assert client.fine_tuning.jobs.retrieve(job.id).status == "queued"
     for _ in range(2):  # preempted once
         cluster.admit(name)
-        wait_for(lambda: state(job.id) == "running")
+        wait_for(lambda: state(job.id) == "running" and "started_s" in tries(served, job.id))
         cluster.suspend(name)
         wait_for(lambda: state(job.id) == "stopped")
         assert run_of(job.id).summary().exit_code == 143
+        wait_for(lambda: "started_s" not in tries(served, job.id))  # it waits, and uses no card
+        assert served.service.store.used("default", ("card_s",), 0.0) > 0
     (run_of(job.id).path / "go").touch()
     cluster.admit(name)
     assert ended(client, job.id).fine_tuned_model
@@ -95,14 +101,18 @@ def test_what_is_lost_between_server_and_cluster_makes_no_job_twice(
     client = served.client()
     job = create(client, "waits")
     wait_for(lambda: state(job.id) == "running")
+    wait_for(lambda: tries(served, job.id).get("made"))
     cluster.loses_answers, cluster.down = False, True
     cluster.stop_watches()
     served.close()
     again = serve(backend="kubernetes", kubernetes={"mount": tmp_path})  # while it is down
+    client = again.client()
+    wait_for(lambda: "does not answer" in notes(client, job.id))
+    assert client.fine_tuning.jobs.retrieve(job.id).status == "running"
     cluster.down = False
     cluster.forget()
     (run_of(job.id).path / "go").touch()
-    assert ended(again.client(), job.id).status == "succeeded"
+    assert ended(client, job.id).status == "succeeded"
     assert cluster.made == [f"{job.id}-1"]
 
 
@@ -183,6 +193,8 @@ def test_ends_of_which_the_run_says_nothing_have_a_meaning(
     cluster.command, cluster.memory_full = ["sh", "-c", f"exit {code}"], memory_full
     backend = KubernetesJobs(settings)
     backend.start(ROW, ["config.yaml"])
+    backend.start(ROW, ["config.yaml"])  # by another server
+    assert cluster.made == ["ftjob-1-1"]
     wait_for(lambda: "conditions" in cluster.jobs["ftjob-1-1"]["status"])
     backend = KubernetesJobs(settings)
     assert backend.state(ROW) == ("waits" if code == 0 else "ended")

@@ -239,13 +239,14 @@ class Queue:
         self._backend.stop(row)
 
     def _account(self, row: Mapping[str, Any], state: State) -> None:
-        """Note since when a trainer computes; use a card's time up where it stopped for a while."""
-        tries = dict(row["tries"])
-        if state == "runs" and "started_s" not in tries:
-            self._change(row, tries={**tries, "started_s": time.time()})
-        elif state == "waits" and "started_s" in tries:
+        """Note that a trainer is there, and since when it computes; charge for what it computed
+        where it stopped for a while."""
+        tries = {**row["tries"], "made": row["tries"].get("started")}
+        if state == "runs":
+            tries.setdefault("started_s", time.time())
+        elif tries.pop("started_s", None) is not None:
             self._charge(row, summary_of(run_of(row["id"])))
-            del tries["started_s"]
+        if tries != row["tries"]:
             self._change(row, tries=tries)
 
     def _charge(self, row: Mapping[str, Any], run: RunSummary | None) -> None:
@@ -321,7 +322,6 @@ class Queue:
             except OSError as error:
                 raise storage_error(path, error) from error
             self._backend.start(row, arguments)
-            self._change(row, tries={**row["tries"], "made": row["tries"]["started"]})
         except FluxTrainError as error:
             self._note(row, "error", str(error))
             self._change(row, not_before_s=time.time() + RELAUNCH_S)
