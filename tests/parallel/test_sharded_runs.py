@@ -177,11 +177,17 @@ def test_a_rank_that_is_configured_otherwise_is_refused(
 
 
 @pytest.mark.slow
-def test_four_ranks_go_on_from_a_checkpoint_of_two(
+def test_four_ranks_train_and_two_go_on_and_the_reverse(
     ranks: Ranks, four_ranks: Ranks, config: Path, tmp_path: Path
 ) -> None:
     how = ["train.schedule=constant", "comm.compress=int8", 'comm.config={"error_feedback": true}']
     whole = _trained(ranks, config, tmp_path / "whole", *how)
-    cut = _trained(ranks, config, tmp_path / "cut", "train.steps=2", *how)
-    assert four_ranks.run(work.run, str(config), str(cut), how, "auto") == [""] * 4
-    assert _losses(cut) == pytest.approx(_losses(whole), abs=2e-2)
+    by_four = _trained(four_ranks, config, tmp_path / "four", *how)
+    assert _losses(by_four) == pytest.approx(_losses(whole), abs=2e-2)
+    assert len(_events(by_four, ev.EvaluationFinished)) == STEPS // 2
+    assert set(_weights(by_four)) == set(_weights(whole))
+    for before, after in ((ranks, four_ranks), (four_ranks, ranks)):
+        cut = tmp_path / f"cut-by-{before.count}"
+        _trained(before, config, cut, "train.steps=2", *how)
+        assert after.run(work.run, str(config), str(cut), how, "auto") == [""] * after.count
+        assert _losses(cut) == pytest.approx(_losses(whole), abs=2e-2)
