@@ -37,7 +37,7 @@ class Compressor:
         return None
 
     def encode(self, rows: Tensor, draws: torch.Generator, agreed: float = 0.0) -> Tensor:
-        """Encode rows, (R, N) in fp32, as (R, `wire_bytes(N)`) of uint8.
+        """Encode rows, (R, N) in fp32, as (R, bytes) of uint8; the bytes follow from N.
 
         `draws` is on the device of `rows`; `agreed` is the largest proposal of all ranks.
         """
@@ -51,15 +51,11 @@ class Compressor:
         """Decode rows of bytes, one a rank, to the sum (`count`,) in fp32, in order of the rows."""
         return sum_in_order(self.decode(wire, count, agreed))
 
-    def wire_bytes(self, count: int, agreed: float = 0.0) -> int:
-        """Return the bytes of one encoded row of `count` numbers."""
-        raise NotImplementedError
-
     def index_bytes(self, count: int, agreed: float = 0.0) -> int:
         """Return how many of the bytes say where values belong."""
         return 0
 
-    def sent_values(self, count: int, agreed: float = 0.0) -> int:
+    def kept(self, count: int, agreed: float = 0.0) -> int:
         """Return how many of `count` values are sent, in whatever form."""
         return count
 

@@ -85,7 +85,7 @@ class Exchange:
         wire, agreed = self._encoded(rows, self._residual(key, rows), key)
         received = torch.empty_like(wire)
         distributed.all_to_all_single(received, wire, group=self._group)
-        self._count(rows.shape[1] * (self._ranks - 1), rows.shape[1], agreed)
+        self._count(rows.shape[1] * (self._ranks - 1), rows.shape[1], wire, agreed)
         return self._decoded_sum(received, rows.shape[1], agreed)
 
     def gather_sum(self, values: Tensor, key: str, residual: Tensor | None = None) -> Tensor:
@@ -97,14 +97,15 @@ class Exchange:
         kept = self._residual(key, rows) if residual is None else residual.unsqueeze(0)
         wire, agreed = self._encoded(rows, kept, key)
         received = self._gathered(wire)
-        self._count(count * 2 * (self._ranks - 1) // self._ranks, count, agreed)  # raw: of a ring
+        raw = count * 2 * (self._ranks - 1) // self._ranks  # of a ring
+        self._count(raw, count, wire, agreed)
         return self._decoded_sum(received, count, agreed)
 
     def gather(self, values: Tensor) -> Tensor:
         """Send (N,) to every rank; return (W, N) as all decode it, this rank's own included."""
         count = values.numel()
         received = self._gathered(self._compressor.encode(values.float().unsqueeze(0), self.draws))
-        self._count(count * (self._ranks - 1), count, 0.0, flag=0)
+        self._count(count * (self._ranks - 1), count, received)
         return self._compressor.decode(received, count)
 
     def _gathered(self, wire: Tensor) -> Tensor:
@@ -189,14 +190,14 @@ class Exchange:
             all_finite = (received[:, :FINITE_BYTES] == 1).all()
             return torch.where(all_finite, total, torch.nan)
 
-    def _count(self, raw: int, count: int, agreed: float, flag: int = FINITE_BYTES) -> None:
+    def _count(self, raw: int, count: int, wire: Tensor, agreed: float = 0.0) -> None:
         """Count an exchange of `raw` numbers in rows of `count`, one to each other rank."""
         counts, rows = self.counts, self._ranks - 1
         counts.exchanges += 1
         counts.raw_bytes += raw * RAW_BYTES
-        counts.wire_bytes += rows * (flag + self._compressor.wire_bytes(count, agreed))
+        counts.wire_bytes += rows * wire.shape[1]
         counts.values += rows * count
-        counts.sent_values += rows * self._compressor.sent_values(count, agreed)
+        counts.sent_values += rows * self._compressor.kept(count, agreed)
         counts.index_bytes += rows * self._compressor.index_bytes(count, agreed)
 
     @contextmanager

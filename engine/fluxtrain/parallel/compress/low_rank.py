@@ -16,7 +16,6 @@ from fluxtrain.parallel.compress.compressor import (
     Compressor,
     as_bytes,
     as_numbers,
-    blocks_of,
     in_blocks,
     parts,
 )
@@ -53,11 +52,6 @@ class GradiVeq(Compressor):
         coefficients = as_numbers(rest, torch.bfloat16).float()
         coefficients = coefficients.view(wire.shape[0], -1, self._components())
         return (coefficients @ basis.transpose(1, 2)).flatten(1)[:, :count]
-
-    def wire_bytes(self, count: int, agreed: float = 0.0) -> int:
-        """Count basis and coefficients."""
-        slices = blocks_of(count, self.slice)
-        return self._components() * (self.slice * FP32_BYTES + slices * _COEFFICIENT_BYTES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +91,3 @@ class PowerSgd(Compressor):
         right = right.view(-1, width, rank)
         matrix = left.view(-1, height, rank) @ right.transpose(1, 2)
         return matrix.flatten(1)[:, :count]
-
-    def wire_bytes(self, count: int, agreed: float = 0.0) -> int:
-        """Count both factors."""
-        height, width, rank = self._shape(count)
-        return (height + width) * rank * FP32_BYTES

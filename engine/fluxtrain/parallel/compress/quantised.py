@@ -49,10 +49,6 @@ class Plain(Compressor):
         """Widen to fp32."""
         return as_numbers(wire, self.dtype).float()
 
-    def wire_bytes(self, count: int, agreed: float = 0.0) -> int:
-        """Count the bytes of the dtype."""
-        return count * self.dtype.itemsize
-
     def refuses_feedback(self) -> str:
         """Refuse: torch reduces these itself, and what rounding loses is hardly worth a copy."""
         return f"{self.name} is torch's own reduction: take feedback off, or take int8"
@@ -85,8 +81,8 @@ class _Scaled(Compressor):
     def _bits(self) -> int:
         return 8
 
-    def _scales(self, blocks: Tensor) -> Tensor:
-        """Return the scale of each block, (R, B, 1), by which its values are divided."""
+    def _top(self) -> float:
+        """Return the largest value in units of the scale."""
         raise NotImplementedError
 
     def _codes(self, scaled: Tensor, draws: torch.Generator) -> Tensor:
@@ -100,34 +96,38 @@ class _Scaled(Compressor):
     def encode(self, rows: Tensor, draws: torch.Generator, agreed: float = 0.0) -> Tensor:
         """Send all codes, then all scales."""
         blocks = in_blocks(rows, self.block)
-        scales = self._scales(blocks)
+        scales = blocks.abs().amax(-1, keepdim=True) / self._top()
         scaled = blocks / torch.where(scales > 0, scales, 1.0)
         codes = self._codes(scaled, draws).flatten(1)[:, : rows.shape[1]]
         return torch.cat([pack(codes, self._bits()), as_bytes(scales.squeeze(-1))], 1)
 
     def decode(self, wire: Tensor, count: int, agreed: float = 0.0) -> Tensor:
         """Multiply each code's value by the scale of its block."""
-        packed, scales = self._parts(wire, count)
+        sent = packed_bytes(count, self._bits())
+        packed, scales = parts(wire, sent, wire.shape[1] - sent)
         codes = unpack(packed, self._bits(), count)
         values = in_blocks(self._values(codes), self.block)
         return (values * as_numbers(scales, torch.float32).unsqueeze(-1)).flatten(1)[:, :count]
 
-    def _parts(self, wire: Tensor, count: int) -> tuple[Tensor, ...]:
-        codes = packed_bytes(count, self._bits())
-        return parts(wire, codes, wire.shape[1] - codes)
 
-    def wire_bytes(self, count: int, agreed: float = 0.0) -> int:
-        """Count codes and scales."""
-        scales = blocks_of(count, self.block) * FP32_BYTES
-        return packed_bytes(count, self._bits()) + scales
+@dataclass(frozen=True, kw_only=True)
+class _Levels(_Scaled):
+    """Whole numbers of so many bits, as many levels below zero as above."""
 
+    num_bits: Literal[8, 4, 2]
 
-def _largest(blocks: Tensor) -> Tensor:
-    return blocks.abs().amax(-1, keepdim=True)
+    def _bits(self) -> int:
+        return self.num_bits
+
+    def _top(self) -> int:
+        return int(2 ** (self.num_bits - 1) - 1)
+
+    def _values(self, codes: Tensor) -> Tensor:
+        return codes.float() - self._top()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Int8(_Scaled):
+class Int8(_Levels):
     """Whole numbers of 8 or 4 bits, rounded to the nearest."""
 
     name: ClassVar[str] = "int8"
@@ -135,21 +135,8 @@ class Int8(_Scaled):
     bias: ClassVar[Bias] = "biased"
     num_bits: Literal[8, 4] = 8
 
-    def _bits(self) -> int:
-        return self.num_bits
-
-    @property
-    def _levels(self) -> int:
-        return int(2 ** (self.num_bits - 1) - 1)
-
-    def _scales(self, blocks: Tensor) -> Tensor:
-        return _largest(blocks) / self._levels
-
     def _codes(self, scaled: Tensor, draws: torch.Generator) -> Tensor:
-        return (scaled.round() + self._levels).to(torch.uint8)
-
-    def _values(self, codes: Tensor) -> Tensor:
-        return codes.float() - self._levels
+        return (scaled.round() + self._top()).to(torch.uint8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,8 +147,8 @@ class Fp8(_Scaled):
     source: ClassVar[str] = "E4M3 of arXiv 2209.05433"
     bias: ClassVar[Bias] = "biased"
 
-    def _scales(self, blocks: Tensor) -> Tensor:
-        return _largest(blocks) / torch.finfo(torch.float8_e4m3fn).max
+    def _top(self) -> float:
+        return torch.finfo(torch.float8_e4m3fn).max
 
     def _codes(self, scaled: Tensor, draws: torch.Generator) -> Tensor:
         return scaled.to(torch.float8_e4m3fn).view(torch.uint8)
@@ -171,7 +158,7 @@ class Fp8(_Scaled):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qsgd(_Scaled):
+class Qsgd(_Levels):
     """Levels drawn so that their mean is the value; scaled by the largest value of a block."""
 
     name: ClassVar[str] = "qsgd"
@@ -179,34 +166,22 @@ class Qsgd(_Scaled):
     bias: ClassVar[Bias] = "unbiased"
     num_bits: Literal[8, 4, 2] = 4
 
-    def _bits(self) -> int:
-        return self.num_bits
-
-    @property
-    def _levels(self) -> int:
-        return int(2 ** (self.num_bits - 1) - 1)
-
-    def _scales(self, blocks: Tensor) -> Tensor:
-        return _largest(blocks) / self._levels
-
     def _codes(self, scaled: Tensor, draws: torch.Generator) -> Tensor:
-        level = (scaled + drawn(scaled, draws)).floor().clamp(-self._levels, self._levels)
-        return (level + self._levels).to(torch.uint8)
-
-    def _values(self, codes: Tensor) -> Tensor:
-        return codes.float() - self._levels
+        top = self._top()
+        level = (scaled + drawn(scaled, draws)).floor().clamp(-top, top)
+        return (level + top).to(torch.uint8)
 
     def refuses_feedback(self) -> str:
         """Refuse where the error may be larger than the value: block / (4 levels^2) of its
         square."""
-        share = self.block / (4 * self._levels**2)
-        if share < 1:
+        most = 4 * self._top() ** 2 - 1
+        if self.block <= most:
             return ""
-        most = 4 * self._levels**2 - 1
         cure = f"take blocks of at most {most}" if most >= _LEAST_BLOCK else "take more num_bits"
         return (
             f"the squared error of qsgd with {self.num_bits} bits and blocks of {self.block} may "
-            f"be {share:.2g} times the gradient's, so that residuals grow from step to step: {cure}"
+            f"be {self.block / (most + 1):.2g} times the gradient's, so that residuals grow from "
+            f"step to step: {cure}"
         )
 
 
@@ -237,10 +212,6 @@ class Natural(Compressor):
         value = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
         return torch.where(steps == 0, 0.0, torch.where(code >= 128, -value, value))
 
-    def wire_bytes(self, count: int, agreed: float = 0.0) -> int:
-        """Count a byte a value, and the exponent."""
-        return count + INT32_BYTES
-
 
 @dataclass(frozen=True, kw_only=True)
 class OneBit(Compressor):
@@ -270,10 +241,6 @@ class OneBit(Compressor):
         low, high = (as_numbers(mean, torch.float32).unsqueeze(-1) for mean in means)
         return torch.where(above, high, low).flatten(1)[:, :count]
 
-    def wire_bytes(self, count: int, agreed: float = 0.0) -> int:
-        """Count signs and means."""
-        return packed_bytes(count, 1) + 2 * blocks_of(count, self.block) * FP32_BYTES
-
 
 @dataclass(frozen=True, kw_only=True)
 class SignSgd(Compressor):
@@ -296,10 +263,6 @@ class SignSgd(Compressor):
     def decode_sum(self, wire: Tensor, count: int, agreed: float = 0.0) -> Tensor:
         """Return the majority's sign for each rank, and 0 where there is none."""
         return self.decode(wire, count).sum(0).sign() * wire.shape[0]
-
-    def wire_bytes(self, count: int, agreed: float = 0.0) -> int:
-        """Count a bit a value."""
-        return packed_bytes(count, 1)
 
     def refuses_feedback(self) -> str:
         """Refuse: signs have no scale."""
@@ -348,6 +311,5 @@ class Int8Sum(Compressor):
         total = as_numbers(wire, torch.int8).sum(0, dtype=torch.int8)
         return total.float() * (agreed / self.levels)
 
-    def wire_bytes(self, count: int, agreed: float = 0.0) -> int:
-        """Count a byte a value; the scale is agreed on apart from these."""
-        return count
+
+ALONE = (Fp16, Bf16, Int8, Fp8, Qsgd, Natural, OneBit, SignSgd)  # without an agreement of ranks

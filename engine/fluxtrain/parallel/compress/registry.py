@@ -4,34 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import TypeAdapter, ValidationError
 
 from fluxtrain.config.parallel_settings import options_of
 from fluxtrain.errors import BadInput, brief
+from fluxtrain.parallel.compress import low_rank, quantised, sparse
 from fluxtrain.parallel.compress.compressor import Compressor
-from fluxtrain.parallel.compress.low_rank import GradiVeq, PowerSgd
-from fluxtrain.parallel.compress.quantised import (
-    Bf16,
-    Fp8,
-    Fp16,
-    Int8,
-    Int8Sum,
-    Natural,
-    OneBit,
-    Plain,
-    Qsgd,
-    SignSgd,
-)
-from fluxtrain.parallel.compress.sparse import RandomK, Sketch, Sparse, ThresholdV, TopK
+from fluxtrain.parallel.compress.quantised import Plain
 
-_QUANTISERS = (Fp16, Bf16, Int8, Fp8, Qsgd, Natural, OneBit, SignSgd)
-_SPARSE = (TopK, RandomK, ThresholdV)
+_QUANTISERS = {kind.name: kind for kind in quantised.ALONE}
+_SPARSE = {kind.name: kind for kind in sparse.CHOOSING}
 COMPRESSORS: dict[str, type[Compressor]] = {
-    kind.name: kind for kind in (Plain, *_QUANTISERS, Int8Sum, *_SPARSE, Sketch, GradiVeq, PowerSgd)
+    Plain.name: Plain,
+    **_QUANTISERS,
+    quantised.Int8Sum.name: quantised.Int8Sum,
+    **_SPARSE,
+    **{kind.name: kind for kind in (sparse.Sketch, low_rank.GradiVeq, low_rank.PowerSgd)},
 }
 HYBRID = "hybrid"
 FEEDBACK = "error_feedback"
@@ -61,27 +53,26 @@ def method_named(name: str, options: Mapping[str, Any] | str | None = None) -> M
     feedback = chosen.pop(FEEDBACK, False)
     if not isinstance(feedback, bool):
         raise BadInput(f"comm.config: {FEEDBACK} is {feedback!r}: use true or false")
-    compressor = _hybrid(chosen) if name == HYBRID else _made(_kind(name), chosen)
+    made = _made(_Hybrid if name == HYBRID else _kind(name), chosen)
+    compressor: Compressor = made.compressor() if name == HYBRID else made
     if feedback and (why := compressor.refuses_feedback()):
         raise BadInput(f"comm.compress={name} with {FEEDBACK}: {why}")
     return Method(compressor=compressor, feedback=feedback)
 
 
-def _kind(name: str, of: Mapping[str, type[Compressor]] = COMPRESSORS) -> type[Compressor]:
+def _kind(name: str, of: Mapping[str, type[Any]] = COMPRESSORS) -> type[Any]:
     found = of.get(name)
     if found is not None:
         return found
     every = [*of, HYBRID] if of is COMPRESSORS else [*of]
     near = get_close_matches(name, every, n=1, cutoff=0.4)
     meant = f"did you mean {near[0]}? " if near else ""
-    raise BadInput(f"no compression is named {brief(name, 40)!r}: {meant}There are {_list(every)}")
+    raise BadInput(
+        f"no compression is named {brief(name, 40)!r}: {meant}There are {', '.join(every)}"
+    )
 
 
-def _list(names: list[str]) -> str:
-    return ", ".join(names)
-
-
-def _made(kind: type[Compressor], options: dict[str, Any]) -> Compressor:
+def _made(kind: type[Any], options: dict[str, Any]) -> Any:
     known = [field.name for field in fields(kind) if field.init]
     for option in options:
         if option not in known:
@@ -89,7 +80,7 @@ def _made(kind: type[Compressor], options: dict[str, Any]) -> Compressor:
             meant = f"did you mean {near[0]}? " if near else ""
             raise BadInput(
                 f"comm.config: {kind.name} has no option {brief(option, 40)!r}: {meant}It has "
-                f"{_list([*known, FEEDBACK])}"
+                f"{', '.join([*known, FEEDBACK])}"
             )
     try:
         return TypeAdapter(kind).validate_json(json.dumps(options), strict=True)
@@ -100,20 +91,17 @@ def _made(kind: type[Compressor], options: dict[str, Any]) -> Compressor:
         raise BadInput(f"comm.config: {name} is {brief(repr(value), 60)}: {words}") from None
 
 
-def _hybrid(options: dict[str, Any]) -> Compressor:
-    """Make a sparsifier whose values are quantised."""
-    known = {"sparse": "topk", "quant": "int8", "sparse_config": {}, "quant_config": {}}
-    for option in options:
-        if option not in known:
-            raise BadInput(
-                f"comm.config: hybrid has no option {brief(option, 40)!r}: it has "
-                f"{_list([*known, FEEDBACK])}"
-            )
-    chosen = {**known, **options}
-    sparse, quant = str(chosen["sparse"]), str(chosen["quant"])
-    outer = _made(_kind(sparse, {k.name: k for k in _SPARSE}), options_of(chosen["sparse_config"]))
-    inner = _made(
-        _kind(quant, {k.name: k for k in _QUANTISERS}), options_of(chosen["quant_config"])
-    )
-    assert isinstance(outer, Sparse)
-    return outer.with_values(inner)
+@dataclass(frozen=True, kw_only=True)
+class _Hybrid:
+    """The options of a sparsifier whose values are quantised."""
+
+    name: ClassVar[str] = HYBRID
+    sparse: str = "topk"
+    quant: str = "int8"
+    sparse_config: dict[str, Any] = field(default_factory=dict)
+    quant_config: dict[str, Any] = field(default_factory=dict)
+
+    def compressor(self) -> Compressor:
+        """Make the sparsifier."""
+        outer: sparse.Sparse = _made(_kind(self.sparse, _SPARSE), self.sparse_config)
+        return outer.with_values(_made(_kind(self.quant, _QUANTISERS), self.quant_config))

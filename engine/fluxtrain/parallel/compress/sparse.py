@@ -12,7 +12,6 @@ from pydantic import Field
 from torch import Tensor
 
 from fluxtrain.parallel.compress.compressor import (
-    FP32_BYTES,
     INT32_BYTES,
     Bias,
     Compressor,
@@ -37,10 +36,6 @@ class Sparse(Compressor):
         changed = copy(self)
         object.__setattr__(changed, "values", values)
         return changed
-
-    def kept(self, count: int, agreed: float = 0.0) -> int:
-        """Return how many of `count` values are sent."""
-        raise NotImplementedError
 
     def choose(self, rows: Tensor, draws: torch.Generator, kept: int) -> tuple[Tensor, Tensor]:
         """Return what is sent of the places (R, bytes), and the places (R, kept) in int64."""
@@ -70,18 +65,9 @@ class Sparse(Compressor):
         into = torch.zeros(wire.shape[0], count, device=wire.device)
         return into.scatter_(1, places, self.values.decode(values, kept))
 
-    def sent_values(self, count: int, agreed: float = 0.0) -> int:
-        """Count the chosen ones."""
-        return self.kept(count, agreed)
-
     def index_bytes(self, count: int, agreed: float = 0.0) -> int:
         """Count four bytes a place."""
         return self.kept(count, agreed) * INT32_BYTES
-
-    def wire_bytes(self, count: int, agreed: float = 0.0) -> int:
-        """Count places and values."""
-        values = self.values.wire_bytes(self.kept(count, agreed))
-        return self.index_bytes(count, agreed) + values
 
 
 def share_of(count: int, ratio: float) -> int:
@@ -186,6 +172,9 @@ class ThresholdV(Sparse):
         return torch.where(chosen.abs() >= self.threshold, chosen, 0.0)
 
 
+CHOOSING = (TopK, RandomK, ThresholdV)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sketch(Compressor):
     """Count sketches, which add up; the largest values of the sum are estimated from them."""
@@ -229,10 +218,6 @@ class Sketch(Compressor):
         """Add the tables up, then estimate the sum."""
         tables = as_numbers(wire, torch.float32).sum(0, keepdim=True)
         return self.decode(as_bytes(tables), count)[0]
-
-    def wire_bytes(self, count: int, agreed: float = 0.0) -> int:
-        """Count the cells."""
-        return self.tables * self._width(count) * FP32_BYTES
 
     def refuses_feedback(self) -> str:
         """Refuse: what the sum of sketches leaves out is known to no rank."""
