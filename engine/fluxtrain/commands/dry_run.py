@@ -31,9 +31,9 @@ from fluxtrain.methods.method import usual_rate
 from fluxtrain.plan.guard import UNKNOWN_DISK, DiskCapacity
 from fluxtrain.train.checkpoint.recovery import Target
 from fluxtrain.train.checkpoint.writer import CheckpointWriter
-from fluxtrain.train.ranks import train_as_rank
+from fluxtrain.train.ranks import FollowingRun, train_as_rank
 from fluxtrain.train.run import Run, train
-from fluxtrain.train.sharded_run import FollowingRun, ShardedRun
+from fluxtrain.train.sharded_run import ShardedRun
 from fluxtrain.units import duration_text
 
 if TYPE_CHECKING:

@@ -29,6 +29,7 @@ from fluxtrain.core.updates.loss_scale import LossScale
 from fluxtrain.core.updates.norm import GradNorm
 from fluxtrain.errors import BadInput, Diverged, MisusedModel
 from fluxtrain.events.events import MemorySampled, Move, ResidencySampled
+from fluxtrain.methods.optimizer import EngineAdamW
 from fluxtrain.parallel.compress.exchange import Exchange
 from fluxtrain.plan.placement import Placement
 
@@ -294,39 +295,19 @@ class ShardedEngine:
         return {} if self.optimizer is None else dict(self.optimizer.state)
 
 
-class ShardedAdamW:
+class ShardedAdamW(EngineAdamW):
     """torch's AdamW over the shards of a rank; fp32 masters and moments."""
 
     updates_in_backward = False
 
     def __init__(self, engine: ShardedEngine, groups: Any, **options: Any) -> None:
-        self._engine = engine
-        self._adamw = engine.optimizer = torch.optim.AdamW(groups, **options)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Return AdamW's groups."""
-        return self._adamw.param_groups
-
-    def begin_in_backward(self, loss: Tensor) -> None:
-        """Refuse."""
-        self._engine.begin_step_in_backward(self._adamw, loss)
+        super().__init__(engine, groups, **options)
+        self._sharded = engine
+        engine.optimizer = self._adamw
 
     def step(self) -> None:
         """Update this rank's shards."""
-        self._engine.step(self._adamw)
-
-    def zero_grad(self) -> None:
-        """Forget the gradients."""
-        self._adamw.zero_grad()
-
-    def state_shards(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """Yield nothing: the engine gathers the moments with the weights."""
-        return iter(())
-
-    def load_state_shard(self, name: str, tensors: dict[str, Tensor]) -> bool:
-        """Leave every shard to the engine."""
-        return False
+        self._sharded.step(self._adamw)
 
 
 def exchange_shards(exchange: Exchange, number: int) -> Iterator[tuple[str, dict[str, Tensor]]]:

@@ -23,11 +23,11 @@ from fluxtrain.files.temporary import temporary_folder
 from fluxtrain.train.checkpoint.recovery import Target, truly_told
 from fluxtrain.train.checkpoint.writer import CheckpointWriter
 from fluxtrain.train.run import Run, train
-from fluxtrain.train.sharded_run import FollowingRun, ShardedRun
+from fluxtrain.train.sharded_run import ShardedRun
 
 if TYPE_CHECKING:
     from fluxtrain.methods.engine import TrainingEngine
-    from fluxtrain.methods.objective import Cursor
+    from fluxtrain.methods.objective import Cursor, Sampler
     from fluxtrain.train.checkpoint.run_state import RunState
 
 _LOOK_S = 1.0  # between two looks at the other processes of this machine
@@ -106,8 +106,14 @@ class ComputingRun(Run):
     def finish(self) -> None:
         """Leave the trained model to rank 0, which has all of it."""
 
-    def _samples(self) -> None:
+    def _samples(self) -> Sampler | None:
         """Write no samples."""
+
+
+class FollowingRun(ComputingRun, ShardedRun):
+    """The run of a rank of a sharded model, which makes samples with the others."""
+
+    _samples = ShardedRun._samples
 
 
 def _refuse_other_count(config: RunConfig) -> None:

@@ -1,16 +1,16 @@
-"""Runs with `parallel.mode: fsdp`: a model sharded over ranks, of which rank 0 keeps records."""
+"""Runs with `parallel.mode: fsdp`: a model sharded over ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import distributed, nn
 
 from fluxtrain.config.schema import RunConfig
-from fluxtrain.events.events import Hello, StepFinished
+from fluxtrain.events.events import StepFinished
 from fluxtrain.measure.measured_constants import Constants
 from fluxtrain.methods.engine import ENGINE
 from fluxtrain.methods.method import method_of
@@ -23,7 +23,6 @@ from fluxtrain.parallel.profile import StepProfiler, profiled
 from fluxtrain.parallel.results import append, record
 from fluxtrain.parallel.sharding import compress, shard
 from fluxtrain.train import final_model
-from fluxtrain.train.checkpoint.checkpoint import Checkpoint
 from fluxtrain.train.checkpoint.writer import CheckpointWriter
 from fluxtrain.train.placing.placing import capacity_of, model_facts_for, within_host
 from fluxtrain.train.placing.preflight import refuse_what_does_not_fit
@@ -38,62 +37,16 @@ from fluxtrain.train.run_plan import RunPlan, calibrated
 from fluxtrain.train.samples import Samples, SamplesTogether
 
 if TYPE_CHECKING:
-    from fluxtrain.core.ranks.join import Ranks
     from fluxtrain.events.answers.machine import Machine
-    from fluxtrain.methods.engine import TrainingEngine
-    from fluxtrain.methods.objective import Cursor
-    from fluxtrain.train.checkpoint.run_state import RunState
     from fluxtrain.train.inputs import Inputs
     from fluxtrain.train.live.changes import LiveChanges
     from fluxtrain.train.session import Session
 
 
-class ShardedWriter(CheckpointWriter):
-    """Writes checkpoints on rank 0, of shards that all ranks gather together."""
-
-    ranks: Ranks
-
-    def write(self, state: RunState, engine: TrainingEngine, data: Cursor) -> Checkpoint | None:
-        """Save the run, while the other ranks are in `FollowingWriter.write`."""
-        try:
-            return super().write(state, engine, data)
-        finally:
-            self.ranks.of_first(False)
-
-    def _shards(self, engine: TrainingEngine) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        self.ranks.of_first(True)
-        shards = engine.state_shards()
-        try:
-            yield from shards
-        finally:
-            for _ in shards:  # after a full disk: the others gather them all
-                pass
-
-
-class FollowingWriter(CheckpointWriter):
-    """Takes part in the checkpoints of rank 0, and restores them."""
-
-    ranks: Ranks
-
-    def is_due(self, step: int) -> bool:
-        """Leave it to rank 0."""
-        return False
-
-    def write(self, state: RunState, engine: TrainingEngine, data: Cursor) -> Checkpoint | None:
-        """Gather shards as often as rank 0 attempts to write them."""
-        attempts: bool = self.ranks.of_first(False)
-        while attempts:
-            for _ in engine.state_shards():
-                pass
-            attempts = self.ranks.of_first(False)
-        return None
-
-
 class ShardedRun(Run):
-    """The run of rank 0."""
+    """One rank's run; the first keeps the records."""
 
     engine: ShardedEngine
-    checkpoint_writer: type[CheckpointWriter] = ShardedWriter
 
     def __init__(self, config: RunConfig, inputs: Inputs, session: Session, *rest: Any) -> None:
         refuse_settings(config)
@@ -193,10 +146,9 @@ class ShardedRun(Run):
             exchange.measures_error = finished.step % 100 == 1  # of one exchange
 
     def make_checkpoint_writer(self, optimizer: Optimizer) -> CheckpointWriter:
-        """Make a writer that lets the other ranks take part in each checkpoint."""
+        """Make a writer whose shards all ranks gather together."""
         writer = super().make_checkpoint_writer(optimizer)
-        assert isinstance(writer, ShardedWriter | FollowingWriter)
-        writer.ranks = self._session.ranks
+        writer.together = self._session.ranks
         return writer
 
     def train(self) -> None:
@@ -228,22 +180,8 @@ class ShardedRun(Run):
             self.profiler.found if self.profiler else None,
             self.engine.device.torch_device,
         )
-        append(session.run_dir.path, line)
-
-
-class FollowingRun(ShardedRun):
-    """The run of another rank, which keeps no records."""
-
-    checkpoint_writer = FollowingWriter
-
-    def announce(self, hello: Hello) -> None:
-        """Announce nothing: rank 0 tells of the plan."""
-
-    def finish(self) -> None:
-        """Leave the trained model to rank 0."""
-
-    def _report(self) -> None:
-        """Leave it to rank 0."""
+        if session.ranks.is_first:
+            append(session.run_dir.path, line)
 
 
 class NoChanges:
