@@ -1,8 +1,8 @@
-"""The base of all compressors: rows of fp32 numbers to rows of bytes, and back to their sum.
+"""The base of all compressors: rows of fp32 numbers to columns of a wire format, and to their sum.
 
-A row is what one rank sends to another. All rows of a call have the same length, and the bytes of
-an encoded row depend on its length alone (and on what the ranks agreed on), so that every rank
-knows the size of what it receives.
+A row is what one rank sends to another. All rows of a call have the same length, and the shapes and
+dtypes of columns follow from it (and from what the ranks agreed on): what a rank receives is laid
+out as what it sends.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 Bias = Literal["exact", "unbiased", "biased"]
-INT32_BYTES = FP32_BYTES = 4
+Columns = tuple[Tensor, ...]  # (R, ...) each, in the dtypes that are sent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +25,9 @@ class Compressor:
 
     name: ClassVar[str]
     source: ClassVar[str]  # where the method comes from
-    bias: ClassVar[Bias]  # of a decoded value, over many draws
+    bias: ClassVar[Bias] = "biased"  # of a decoded value, over many draws
     extra_collectives: ClassVar[int] = 0  # for each exchange, besides the one of the bytes
+    index_columns: ClassVar[int] = 0  # the first so many say where values belong
 
     def for_ranks(self, ranks: int) -> Self:
         """Return what sums over so many ranks. Raises BadInput where that is impossible."""
@@ -36,24 +37,25 @@ class Compressor:
         """Return a number of which all ranks need the largest before they encode; None: none."""
         return None
 
-    def encode(self, rows: Tensor, draws: torch.Generator, agreed: float = 0.0) -> Tensor:
-        """Encode rows, (R, N) in fp32, as (R, bytes) of uint8; the bytes follow from N.
+    def encode(self, rows: Tensor, draws: torch.Generator, agreed: float = 0.0) -> Columns:
+        """Encode rows, (R, N) in fp32.
 
         `draws` is on the device of `rows`; `agreed` is the largest proposal of all ranks.
         """
         raise NotImplementedError
 
-    def decode(self, wire: Tensor, count: int, agreed: float = 0.0) -> Tensor:
-        """Decode rows of bytes to (R, `count`) in fp32."""
+    def decode(self, sent: Columns, count: int, agreed: float = 0.0) -> Tensor:
+        """Decode columns to (R, `count`) in fp32."""
         raise NotImplementedError
 
-    def decode_sum(self, wire: Tensor, count: int, agreed: float = 0.0) -> Tensor:
-        """Decode rows of bytes, one a rank, to the sum (`count`,) in fp32, in order of the rows."""
-        return sum_in_order(self.decode(wire, count, agreed))
-
-    def index_bytes(self, count: int, agreed: float = 0.0) -> int:
-        """Return how many of the bytes say where values belong."""
-        return 0
+    def decode_sum(self, sent: Columns, count: int, agreed: float = 0.0) -> Tensor:
+        """Decode rows, one a rank, to their sum (`count`,) in fp32, from the first to the last, so
+        that every rank gets the same bits."""
+        rows = self.decode(sent, count, agreed)
+        total = rows[0].clone()
+        for row in rows[1:]:
+            total += row
+        return total
 
     def kept(self, count: int, agreed: float = 0.0) -> int:
         """Return how many of `count` values are sent, in whatever form."""
@@ -64,28 +66,18 @@ class Compressor:
         return ""
 
 
-def sum_in_order(rows: Tensor) -> Tensor:
-    """Add up rows (R, N) from the first to the last, so that every rank gets the same bits."""
-    total = rows[0].clone()
-    for row in rows[1:]:
-        total += row
-    return total
+def joined(columns: Columns) -> Tensor:
+    """Return columns as rows of bytes, (R, bytes) of uint8."""
+    return torch.cat([one.flatten(1).contiguous().view(torch.uint8) for one in columns], 1)
 
 
-def as_bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of (R, N) numbers as (R, N times their size) of uint8."""
-    return tensor.contiguous().view(torch.uint8)
-
-
-def as_numbers(wire: Tensor, dtype: torch.dtype) -> Tensor:
-    """Read rows of bytes as numbers of `dtype`."""
-    return wire.clone(memory_format=torch.contiguous_format).view(dtype)
-
-
-def parts(wire: Tensor, *sizes: int) -> tuple[Tensor, ...]:
-    """Cut rows of bytes into columns of these sizes."""
-    columns: tuple[Tensor, ...] = wire.split(list(sizes), dim=1)
-    return columns
+def columns_of(wire: Tensor, like: Columns) -> Columns:
+    """Cut rows of bytes into columns of the shapes and dtypes of `like`."""
+    parts = wire.split([one[0].nbytes for one in like], dim=1)
+    return tuple(
+        part.clone(memory_format=torch.contiguous_format).view(one.dtype).view(-1, *one.shape[1:])
+        for part, one in zip(parts, like, strict=True)
+    )
 
 
 def in_blocks(rows: Tensor, block: int) -> Tensor:
@@ -95,19 +87,12 @@ def in_blocks(rows: Tensor, block: int) -> Tensor:
     return filled.view(rows.shape[0], -1, block)
 
 
-def blocks_of(count: int, block: int) -> int:
-    """Return how many blocks hold `count` numbers."""
-    return -(-count // block)
-
-
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Pack (R, N) codes of 1, 2, 4 or 8 bits, uint8, into (R, ceil(N * bits / 8)) bytes."""
-    per_byte = 8 // bits
-    if per_byte == 1:
+    if bits == 8:
         return codes
-    grouped = in_blocks(codes, per_byte)
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
-    return (grouped << shifts).sum(-1, dtype=torch.uint8)
+    return (in_blocks(codes, 8 // bits) << shifts).sum(-1, dtype=torch.uint8)
 
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
@@ -117,11 +102,6 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
     codes = (packed.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
     return codes.flatten(1)[:, :count]
-
-
-def packed_bytes(count: int, bits: int) -> int:
-    """Return the bytes of `count` packed codes."""
-    return blocks_of(count * bits, 8)
 
 
 def mixed(numbers: Tensor) -> Tensor:

@@ -21,10 +21,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from fluxtrain.errors import MisusedModel
+from fluxtrain.parallel.compress.compressor import Columns, columns_of, joined
 from fluxtrain.parallel.compress.low_rank import PowerSgd
 from fluxtrain.parallel.compress.registry import Method
 
-FINITE_BYTES = 1
 RAW_BYTES = 2  # of a number without compression: bf16
 _BUCKET = "bucket"
 _all_gather = getattr(  # its name from torch 2.13 on, and before
@@ -82,11 +82,12 @@ class Exchange:
 
         `key` names the rows from step to step, for what error feedback keeps.
         """
-        wire, agreed = self._encoded(rows, self._residual(key, rows), key)
+        columns, agreed = self._encoded(rows, self._residual(key, rows), key)
+        wire = joined(columns)
         received = torch.empty_like(wire)
         distributed.all_to_all_single(received, wire, group=self._group)
-        self._count(rows.shape[1] * (self._ranks - 1), rows.shape[1], wire, agreed)
-        return self._decoded_sum(received, rows.shape[1], agreed)
+        self._count(rows.shape[1] * (self._ranks - 1), rows.shape[1], columns, agreed)
+        return self._decoded_sum(columns_of(received, columns), rows.shape[1], agreed)
 
     def gather_sum(self, values: Tensor, key: str, residual: Tensor | None = None) -> Tensor:
         """Send (N,) to every rank; return the sum (N,) of all, the same bits on each.
@@ -95,23 +96,22 @@ class Exchange:
         """
         rows, count = values.unsqueeze(0), values.numel()
         kept = self._residual(key, rows) if residual is None else residual.unsqueeze(0)
-        wire, agreed = self._encoded(rows, kept, key)
-        received = self._gathered(wire)
-        raw = count * 2 * (self._ranks - 1) // self._ranks  # of a ring
-        self._count(raw, count, wire, agreed)
-        return self._decoded_sum(received, count, agreed)
+        columns, agreed = self._encoded(rows, kept, key)
+        self._count(count * 2 * (self._ranks - 1) // self._ranks, count, columns, agreed)  # a ring
+        return self._decoded_sum(self._gathered(columns), count, agreed)
 
     def gather(self, values: Tensor) -> Tensor:
         """Send (N,) to every rank; return (W, N) as all decode it, this rank's own included."""
         count = values.numel()
-        received = self._gathered(self._compressor.encode(values.float().unsqueeze(0), self.draws))
-        self._count(count * (self._ranks - 1), count, received)
-        return self._compressor.decode(received, count)
+        columns = self._compressor.encode(values.float().unsqueeze(0), self.draws)
+        self._count(count * (self._ranks - 1), count, columns)
+        return self._compressor.decode(self._gathered(columns), count)
 
-    def _gathered(self, wire: Tensor) -> Tensor:
+    def _gathered(self, columns: Columns) -> Columns:
+        wire = joined(columns)
         received = wire.new_empty(self._ranks, wire.shape[1])
         _all_gather(received.flatten(), wire.flatten(), group=self._group)
-        return received
+        return columns_of(received, columns)
 
     def seconds(self) -> Counts:
         """Return the counts with the seconds of all work that was queued; waits for a GPU."""
@@ -141,7 +141,7 @@ class Exchange:
             )
         return kept
 
-    def _encoded(self, rows: Tensor, residual: Tensor | None, key: str) -> tuple[Tensor, float]:
+    def _encoded(self, rows: Tensor, residual: Tensor | None, key: str) -> tuple[Columns, float]:
         """Encode rows with what was lost before; keep what is lost now."""
         with self._timed("encode_s", rows.device):
             rows = rows.float()
@@ -151,19 +151,19 @@ class Exchange:
                 rows = rows + residual
         agreed = self._agreed(self._compressor.proposal(rows))
         with self._timed("encode_s", rows.device):
-            wire = self._compressor.encode(rows, self.draws, agreed)
+            sent = self._compressor.encode(rows, self.draws, agreed)
             if self._feedback:
-                lost = rows - self._compressor.decode(wire, rows.shape[1], agreed)
+                lost = rows - self._compressor.decode(sent, rows.shape[1], agreed)
                 before = torch.zeros_like(lost) if residual is None else residual
                 self.residuals[key] = torch.where(finite, lost, before)
             if self.measures_error:
-                self._measure_error(rows, wire, agreed)
-            return torch.cat([finite.to(torch.uint8), wire], 1), agreed
+                self._measure_error(rows, sent, agreed)
+            return (finite.to(torch.uint8), *sent), agreed
 
-    def _measure_error(self, rows: Tensor, wire: Tensor, agreed: float) -> None:
+    def _measure_error(self, rows: Tensor, sent: Columns, agreed: float) -> None:
         """Note how far what is decoded of `rows` is from them."""
         self.measures_error = False
-        back = self._compressor.decode(wire, rows.shape[1], agreed)
+        back = self._compressor.decode(sent, rows.shape[1], agreed)
         size = float(rows.norm())
         if size:
             self.counts.relative_error = float((back - rows).norm()) / size
@@ -183,22 +183,22 @@ class Exchange:
         self.counts.agree_s += time.perf_counter() - started_s
         return agreed
 
-    def _decoded_sum(self, received: Tensor, count: int, agreed: float) -> Tensor:
-        with self._timed("decode_s", received.device):
-            wire = received[:, FINITE_BYTES:]
-            total = self._compressor.decode_sum(wire, count, agreed)
-            all_finite = (received[:, :FINITE_BYTES] == 1).all()
-            return torch.where(all_finite, total, torch.nan)
+    def _decoded_sum(self, received: Columns, count: int, agreed: float) -> Tensor:
+        finite, *sent = received
+        with self._timed("decode_s", finite.device):
+            total = self._compressor.decode_sum(tuple(sent), count, agreed)
+            return torch.where((finite == 1).all(), total, torch.nan)
 
-    def _count(self, raw: int, count: int, wire: Tensor, agreed: float = 0.0) -> None:
+    def _count(self, raw: int, count: int, columns: Columns, agreed: float = 0.0) -> None:
         """Count an exchange of `raw` numbers in rows of `count`, one to each other rank."""
         counts, rows = self.counts, self._ranks - 1
+        sizes = [one[0].nbytes for one in columns]
         counts.exchanges += 1
         counts.raw_bytes += raw * RAW_BYTES
-        counts.wire_bytes += rows * wire.shape[1]
+        counts.wire_bytes += rows * sum(sizes)
         counts.values += rows * count
         counts.sent_values += rows * self._compressor.kept(count, agreed)
-        counts.index_bytes += rows * self._compressor.index_bytes(count, agreed)
+        counts.index_bytes += rows * sum(sizes[1 : 1 + self._compressor.index_columns])
 
     @contextmanager
     def _timed(self, name: str, device: torch.device) -> Iterator[None]:

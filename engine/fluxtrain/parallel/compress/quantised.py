@@ -12,18 +12,12 @@ from torch import Tensor
 
 from fluxtrain.errors import BadInput
 from fluxtrain.parallel.compress.compressor import (
-    FP32_BYTES,
-    INT32_BYTES,
     Bias,
+    Columns,
     Compressor,
-    as_bytes,
-    as_numbers,
-    blocks_of,
     drawn,
     in_blocks,
     pack,
-    packed_bytes,
-    parts,
     unpack,
 )
 
@@ -40,14 +34,14 @@ class Plain(Compressor):
     bias: ClassVar[Bias] = "exact"
     dtype: ClassVar[torch.dtype] = torch.float32
 
-    def encode(self, rows: Tensor, draws: torch.Generator, agreed: float = 0.0) -> Tensor:
+    def encode(self, rows: Tensor, draws: torch.Generator, agreed: float = 0.0) -> Columns:
         """Round to the dtype; beyond its largest number to that."""
         largest = torch.finfo(self.dtype).max
-        return as_bytes(rows.clamp(-largest, largest).to(self.dtype))
+        return (rows.clamp(-largest, largest).to(self.dtype),)
 
-    def decode(self, wire: Tensor, count: int, agreed: float = 0.0) -> Tensor:
+    def decode(self, sent: Columns, count: int, agreed: float = 0.0) -> Tensor:
         """Widen to fp32."""
-        return as_numbers(wire, self.dtype).float()
+        return sent[0].float()
 
     def refuses_feedback(self) -> str:
         """Refuse: torch reduces these itself, and what rounding loses is hardly worth a copy."""
@@ -77,9 +71,7 @@ class _Scaled(Compressor):
     """Codes of a fixed number of bits, with an fp32 scale for each block of a row."""
 
     block: Block = 128
-
-    def _bits(self) -> int:
-        return 8
+    num_bits: ClassVar[int] = 8
 
     def _top(self) -> float:
         """Return the largest value in units of the scale."""
@@ -93,31 +85,22 @@ class _Scaled(Compressor):
         """Return the values, in units of the scale, of codes."""
         raise NotImplementedError
 
-    def encode(self, rows: Tensor, draws: torch.Generator, agreed: float = 0.0) -> Tensor:
+    def encode(self, rows: Tensor, draws: torch.Generator, agreed: float = 0.0) -> Columns:
         """Send all codes, then all scales."""
         blocks = in_blocks(rows, self.block)
         scales = blocks.abs().amax(-1, keepdim=True) / self._top()
         scaled = blocks / torch.where(scales > 0, scales, 1.0)
         codes = self._codes(scaled, draws).flatten(1)[:, : rows.shape[1]]
-        return torch.cat([pack(codes, self._bits()), as_bytes(scales.squeeze(-1))], 1)
+        return pack(codes, self.num_bits), scales
 
-    def decode(self, wire: Tensor, count: int, agreed: float = 0.0) -> Tensor:
+    def decode(self, sent: Columns, count: int, agreed: float = 0.0) -> Tensor:
         """Multiply each code's value by the scale of its block."""
-        sent = packed_bytes(count, self._bits())
-        packed, scales = parts(wire, sent, wire.shape[1] - sent)
-        codes = unpack(packed, self._bits(), count)
-        values = in_blocks(self._values(codes), self.block)
-        return (values * as_numbers(scales, torch.float32).unsqueeze(-1)).flatten(1)[:, :count]
+        codes = unpack(sent[0], self.num_bits, count)
+        return (in_blocks(self._values(codes), self.block) * sent[1]).flatten(1)[:, :count]
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Levels(_Scaled):
     """Whole numbers of so many bits, as many levels below zero as above."""
-
-    num_bits: Literal[8, 4, 2]
-
-    def _bits(self) -> int:
-        return self.num_bits
 
     def _top(self) -> int:
         return int(2 ** (self.num_bits - 1) - 1)
@@ -132,8 +115,7 @@ class Int8(_Levels):
 
     name: ClassVar[str] = "int8"
     source: ClassVar[str] = "block-wise scales: arXiv 2110.02861; exchange: arXiv 2306.10209"
-    bias: ClassVar[Bias] = "biased"
-    num_bits: Literal[8, 4] = 8
+    num_bits: Literal[8, 4] = 8  # type: ignore[misc]
 
     def _codes(self, scaled: Tensor, draws: torch.Generator) -> Tensor:
         return (scaled.round() + self._top()).to(torch.uint8)
@@ -145,7 +127,6 @@ class Fp8(_Scaled):
 
     name: ClassVar[str] = "fp8"
     source: ClassVar[str] = "E4M3 of arXiv 2209.05433"
-    bias: ClassVar[Bias] = "biased"
 
     def _top(self) -> float:
         return torch.finfo(torch.float8_e4m3fn).max
@@ -164,12 +145,11 @@ class Qsgd(_Levels):
     name: ClassVar[str] = "qsgd"
     source: ClassVar[str] = "QSGD, arXiv 1610.02132, with the largest value as norm"
     bias: ClassVar[Bias] = "unbiased"
-    num_bits: Literal[8, 4, 2] = 4
+    num_bits: Literal[8, 4, 2] = 4  # type: ignore[misc]
 
     def _codes(self, scaled: Tensor, draws: torch.Generator) -> Tensor:
         top = self._top()
-        level = (scaled + drawn(scaled, draws)).floor().clamp(-top, top)
-        return (level + top).to(torch.uint8)
+        return ((scaled + drawn(scaled, draws)).floor().clamp(-top, top) + top).to(torch.uint8)
 
     def refuses_feedback(self) -> str:
         """Refuse where the error may be larger than the value: block / (4 levels^2) of its
@@ -193,7 +173,7 @@ class Natural(Compressor):
     source: ClassVar[str] = "natural compression, arXiv 1905.10988, exponents below the largest"
     bias: ClassVar[Bias] = "unbiased"
 
-    def encode(self, rows: Tensor, draws: torch.Generator, agreed: float = 0.0) -> Tensor:
+    def encode(self, rows: Tensor, draws: torch.Generator, agreed: float = 0.0) -> Columns:
         """Send a byte a value, then the largest exponent of the row."""
         mantissa, exponent = torch.frexp(rows)  # mantissa from 0.5 to 1
         up = drawn(rows, draws) < 2 * mantissa.abs() - 1
@@ -202,14 +182,13 @@ class Natural(Compressor):
         steps = exponent - top + 127  # 1 to 127; 0 is the value 0
         lost = (rows == 0) | (steps < 1)
         code = torch.where(lost, 0, steps) + 128 * (rows < 0)
-        return torch.cat([code.to(torch.uint8), as_bytes(top)], 1)
+        return code.to(torch.uint8), top
 
-    def decode(self, wire: Tensor, count: int, agreed: float = 0.0) -> Tensor:
+    def decode(self, sent: Columns, count: int, agreed: float = 0.0) -> Tensor:
         """Raise two to each exponent."""
-        code, top = parts(wire, count, INT32_BYTES)
+        code, top = sent
         steps = (code & 127).int()
-        exponent = steps - 127 + as_numbers(top, torch.int32)
-        value = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
+        value = torch.ldexp(torch.ones_like(steps, dtype=torch.float32), steps - 127 + top)
         return torch.where(steps == 0, 0.0, torch.where(code >= 128, -value, value))
 
 
@@ -219,27 +198,22 @@ class OneBit(Compressor):
 
     name: ClassVar[str] = "onebit"
     source: ClassVar[str] = "1-bit SGD, Seide et al., Interspeech 2014"
-    bias: ClassVar[Bias] = "biased"
     block: Block = 256
 
-    def encode(self, rows: Tensor, draws: torch.Generator, agreed: float = 0.0) -> Tensor:
+    def encode(self, rows: Tensor, draws: torch.Generator, agreed: float = 0.0) -> Columns:
         """Send the signs, then two means a block."""
-        count = rows.shape[1]
         blocks = in_blocks(rows, self.block)
         there = in_blocks(torch.ones_like(rows), self.block)
         above = (blocks >= 0) * there
-        below = there - above
-        means = [(blocks * side).sum(-1) / side.sum(-1).clamp(min=1) for side in (below, above)]
-        signs = (rows >= 0).to(torch.uint8)
-        return torch.cat([pack(signs, 1)[:, : packed_bytes(count, 1)], *map(as_bytes, means)], 1)
+        sides = (there - above, above)
+        means = [(blocks * side).sum(-1) / side.sum(-1).clamp(min=1) for side in sides]
+        return pack((rows >= 0).to(torch.uint8), 1), *means
 
-    def decode(self, wire: Tensor, count: int, agreed: float = 0.0) -> Tensor:
+    def decode(self, sent: Columns, count: int, agreed: float = 0.0) -> Tensor:
         """Put the means in place of the signs."""
-        scales = blocks_of(count, self.block) * FP32_BYTES
-        packed, *means = parts(wire, packed_bytes(count, 1), scales, scales)
+        packed, low, high = sent
         above = in_blocks(unpack(packed, 1, count), self.block) == 1
-        low, high = (as_numbers(mean, torch.float32).unsqueeze(-1) for mean in means)
-        return torch.where(above, high, low).flatten(1)[:, :count]
+        return torch.where(above, high[..., None], low[..., None]).flatten(1)[:, :count]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,20 +223,19 @@ class SignSgd(Compressor):
 
     name: ClassVar[str] = "signsgd"
     source: ClassVar[str] = "signSGD with majority vote, arXiv 1810.05291"
-    bias: ClassVar[Bias] = "biased"
 
-    def encode(self, rows: Tensor, draws: torch.Generator, agreed: float = 0.0) -> Tensor:
+    def encode(self, rows: Tensor, draws: torch.Generator, agreed: float = 0.0) -> Columns:
         """Send a bit a value."""
         coin = drawn(rows, draws) < 0.5
-        return pack(torch.where(rows == 0, coin, rows > 0).to(torch.uint8), 1)
+        return (pack(torch.where(rows == 0, coin, rows > 0).to(torch.uint8), 1),)
 
-    def decode(self, wire: Tensor, count: int, agreed: float = 0.0) -> Tensor:
+    def decode(self, sent: Columns, count: int, agreed: float = 0.0) -> Tensor:
         """Return 1 and -1."""
-        return unpack(wire, 1, count).float() * 2 - 1
+        return unpack(sent[0], 1, count).float() * 2 - 1
 
-    def decode_sum(self, wire: Tensor, count: int, agreed: float = 0.0) -> Tensor:
+    def decode_sum(self, sent: Columns, count: int, agreed: float = 0.0) -> Tensor:
         """Return the majority's sign for each rank, and 0 where there is none."""
-        return self.decode(wire, count).sum(0).sign() * wire.shape[0]
+        return self.decode(sent, count).sum(0).sign() * sent[0].shape[0]
 
     def refuses_feedback(self) -> str:
         """Refuse: signs have no scale."""
@@ -278,7 +251,6 @@ class Int8Sum(Compressor):
 
     name: ClassVar[str] = "int8_sum"
     source: ClassVar[str] = "127 // ranks levels, summed in int8"
-    bias: ClassVar[Bias] = "biased"
     extra_collectives: ClassVar[int] = 1
     levels: int = field(default=127, init=False)
 
@@ -297,19 +269,17 @@ class Int8Sum(Compressor):
         """Return the largest value."""
         return rows.abs().amax()
 
-    def encode(self, rows: Tensor, draws: torch.Generator, agreed: float = 0.0) -> Tensor:
+    def encode(self, rows: Tensor, draws: torch.Generator, agreed: float = 0.0) -> Columns:
         """Round to the nearest of the levels."""
-        per_value = self.levels / agreed if agreed else 0.0
-        return as_bytes((rows * per_value).round().to(torch.int8))
+        return ((rows * (self.levels / agreed if agreed else 0.0)).round().to(torch.int8),)
 
-    def decode(self, wire: Tensor, count: int, agreed: float = 0.0) -> Tensor:
+    def decode(self, sent: Columns, count: int, agreed: float = 0.0) -> Tensor:
         """Multiply by the scale."""
-        return as_numbers(wire, torch.int8).float() * (agreed / self.levels)
+        return sent[0].float() * (agreed / self.levels)
 
-    def decode_sum(self, wire: Tensor, count: int, agreed: float = 0.0) -> Tensor:
+    def decode_sum(self, sent: Columns, count: int, agreed: float = 0.0) -> Tensor:
         """Add up in int8, which cannot overflow, then multiply by the scale."""
-        total = as_numbers(wire, torch.int8).sum(0, dtype=torch.int8)
-        return total.float() * (agreed / self.levels)
+        return self.decode((sent[0].sum(0, dtype=torch.int8),), count, agreed)
 
 
 ALONE = (Fp16, Bf16, Int8, Fp8, Qsgd, Natural, OneBit, SignSgd)  # without an agreement of ranks

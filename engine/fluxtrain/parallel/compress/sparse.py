@@ -11,15 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fluxtrain.parallel.compress.compressor import (
-    INT32_BYTES,
-    Bias,
-    Compressor,
-    as_bytes,
-    as_numbers,
-    mixed,
-    parts,
-)
+from fluxtrain.parallel.compress.compressor import Bias, Columns, Compressor, mixed
 from fluxtrain.parallel.compress.quantised import Plain
 
 Ratio = Annotated[float, Field(gt=0, le=1)]
@@ -29,6 +21,7 @@ Ratio = Annotated[float, Field(gt=0, le=1)]
 class Sparse(Compressor):
     """Some values of a row; `values` encodes the chosen ones (`hybrid` puts a quantiser there)."""
 
+    index_columns: ClassVar[int] = 1
     values: Compressor = field(default=Plain(), init=False)  # no option, so not of `init`
 
     def with_values(self, values: Compressor) -> Sparse:
@@ -37,37 +30,31 @@ class Sparse(Compressor):
         object.__setattr__(changed, "values", values)
         return changed
 
-    def choose(self, rows: Tensor, draws: torch.Generator, kept: int) -> tuple[Tensor, Tensor]:
-        """Return what is sent of the places (R, bytes), and the places (R, kept) in int64."""
-        places = rows.abs().topk(kept, dim=1, sorted=False).indices
-        return as_bytes(places.int()), places
+    def choose(self, rows: Tensor, draws: torch.Generator, kept: int) -> Tensor:
+        """Return what is sent of the places, (R, ...) in int32."""
+        return rows.abs().topk(kept, dim=1, sorted=False).indices.int()
 
     def places(self, sent: Tensor, count: int, kept: int) -> Tensor:
-        """Return the places, (R, kept) in int64, of what was sent of them."""
-        return as_numbers(sent, torch.int32).long()
+        """Return the places, (R, kept) in int64, of what is sent of them."""
+        return sent.long()
 
     def sent_value(self, chosen: Tensor, count: int, agreed: float) -> Tensor:
         """Return the values to send in place of the chosen ones."""
         return chosen
 
-    def encode(self, rows: Tensor, draws: torch.Generator, agreed: float = 0.0) -> Tensor:
+    def encode(self, rows: Tensor, draws: torch.Generator, agreed: float = 0.0) -> Columns:
         """Send places, then values."""
         count = rows.shape[1]
-        sent, places = self.choose(rows, draws, self.kept(count, agreed))
-        chosen = self.sent_value(rows.gather(1, places), count, agreed)
-        return torch.cat([sent, self.values.encode(chosen, draws)], 1)
+        sent = self.choose(rows, draws, kept := self.kept(count, agreed))
+        chosen = rows.gather(1, self.places(sent, count, kept))
+        return sent, *self.values.encode(self.sent_value(chosen, count, agreed), draws)
 
-    def decode(self, wire: Tensor, count: int, agreed: float = 0.0) -> Tensor:
+    def decode(self, sent: Columns, count: int, agreed: float = 0.0) -> Tensor:
         """Put values at their places, and zeros elsewhere."""
-        kept, head = self.kept(count, agreed), self.index_bytes(count, agreed)
-        sent, values = parts(wire, head, wire.shape[1] - head)
-        places = self.places(sent, count, kept)
-        into = torch.zeros(wire.shape[0], count, device=wire.device)
-        return into.scatter_(1, places, self.values.decode(values, kept))
-
-    def index_bytes(self, count: int, agreed: float = 0.0) -> int:
-        """Count four bytes a place."""
-        return self.kept(count, agreed) * INT32_BYTES
+        kept = self.kept(count, agreed)
+        into = torch.zeros(sent[0].shape[0], count, device=sent[0].device)
+        values = self.values.decode(sent[1:], kept)
+        return into.scatter_(1, self.places(sent[0], count, kept), values)
 
 
 def share_of(count: int, ratio: float) -> int:
@@ -81,7 +68,6 @@ class TopK(Sparse):
 
     name: ClassVar[str] = "topk"
     source: ClassVar[str] = "sparsified SGD with memory, arXiv 1809.07599"
-    bias: ClassVar[Bias] = "biased"
     ratio: Ratio = 0.01
 
     def kept(self, count: int, agreed: float = 0.0) -> int:
@@ -108,18 +94,16 @@ class RandomK(Sparse):
         """Keep one of each stretch."""
         return -(-count // self._stretch(count))
 
-    def choose(self, rows: Tensor, draws: torch.Generator, kept: int) -> tuple[Tensor, Tensor]:
-        """Draw a seed for each row, and the places by it."""
-        top = torch.iinfo(torch.int32).max
-        seeds = torch.randint(top, (rows.shape[0], 1), generator=draws, device=rows.device)
-        sent = as_bytes(seeds.int())
-        return sent, self.places(sent, rows.shape[1], kept)
+    def choose(self, rows: Tensor, draws: torch.Generator, kept: int) -> Tensor:
+        """Draw a seed for each row."""
+        shape, top = (rows.shape[0], 1), torch.iinfo(torch.int32).max
+        return torch.randint(top, shape, generator=draws, device=rows.device, dtype=torch.int32)
 
     def places(self, sent: Tensor, count: int, kept: int) -> Tensor:
         """Draw the places from each row's seed, by a hash that is the same on every device."""
         stretch = self._stretch(count)
         number = torch.arange(kept, device=sent.device)
-        hashed = mixed(as_numbers(sent, torch.int32).long() + number * 0x9E3779B1)
+        hashed = mixed(sent.long() + number * 0x9E3779B1)
         start = number * stretch
         return start + (hashed * self._lengths(count, number) >> 32)
 
@@ -133,10 +117,6 @@ class RandomK(Sparse):
         if not self.scale:
             return chosen
         return chosen * self._lengths(count, torch.arange(chosen.shape[1], device=chosen.device))
-
-    def index_bytes(self, count: int, agreed: float = 0.0) -> int:
-        """Count the seed."""
-        return INT32_BYTES
 
     def refuses_feedback(self) -> str:
         """Refuse scaled values: the residual of a value that is sent is a multiple of it."""
@@ -155,7 +135,6 @@ class ThresholdV(Sparse):
 
     name: ClassVar[str] = "thresholdv"
     source: ClassVar[str] = "threshold-v, Dutta et al., arXiv 1911.08250"
-    bias: ClassVar[Bias] = "biased"
     extra_collectives: ClassVar[int] = 1
     threshold: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-4
 
@@ -181,7 +160,6 @@ class Sketch(Compressor):
 
     name: ClassVar[str] = "sketch"
     source: ClassVar[str] = "FetchSGD, arXiv 2007.07682 (count sketch, one round)"
-    bias: ClassVar[Bias] = "biased"
     tables: Annotated[int, Field(ge=1, le=15)] = 3
     ratio: Ratio = 0.25  # cells of all tables to values
     keep: Ratio = 0.02  # of the values
@@ -196,28 +174,27 @@ class Sketch(Compressor):
         hashed = mixed((number + 1) * tables * 0x9E3779B1)
         return (hashed >> 1) % self._width(count), (hashed & 1) * 2.0 - 1
 
-    def encode(self, rows: Tensor, draws: torch.Generator, agreed: float = 0.0) -> Tensor:
+    def encode(self, rows: Tensor, draws: torch.Generator, agreed: float = 0.0) -> Columns:
         """Send the tables."""
         width = self._width(rows.shape[1])
         cells, signs = self._cells(rows.shape[1], rows.device)
         tables = torch.zeros(rows.shape[0], self.tables * width, device=rows.device)
         for table in range(self.tables):
             tables.index_add_(1, cells[table] + table * width, rows * signs[table])
-        return as_bytes(tables)
+        return (tables,)
 
-    def decode(self, wire: Tensor, count: int, agreed: float = 0.0) -> Tensor:
+    def decode(self, sent: Columns, count: int, agreed: float = 0.0) -> Tensor:
         """Take the median of each value's cells, and of these the largest."""
-        tables = as_numbers(wire, torch.float32).unflatten(1, (self.tables, -1))
-        cells, signs = self._cells(count, wire.device)
+        tables = sent[0].unflatten(1, (self.tables, -1))
+        cells, signs = self._cells(count, tables.device)
         found = [tables[:, t].index_select(1, cells[t]) * signs[t] for t in range(self.tables)]
         estimate = torch.stack(found).median(0).values
         places = estimate.abs().topk(share_of(count, self.keep), dim=1).indices
         return torch.zeros_like(estimate).scatter_(1, places, estimate.gather(1, places))
 
-    def decode_sum(self, wire: Tensor, count: int, agreed: float = 0.0) -> Tensor:
+    def decode_sum(self, sent: Columns, count: int, agreed: float = 0.0) -> Tensor:
         """Add the tables up, then estimate the sum."""
-        tables = as_numbers(wire, torch.float32).sum(0, keepdim=True)
-        return self.decode(as_bytes(tables), count)[0]
+        return self.decode((sent[0].sum(0, keepdim=True),), count)[0]
 
     def refuses_feedback(self) -> str:
         """Refuse: what the sum of sketches leaves out is known to no rank."""
