@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -80,3 +82,19 @@ def test_what_is_encoded_on_the_gpu_is_what_the_processor_encodes(group: Any, na
     total = exchange.scatter_sum(rows[:1].cuda(), "rows")
     assert total.is_cuda and torch.isfinite(total).all()
     assert exchange.seconds().encode_s > 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_dry_run_of_ranks_is_predicted_and_measured(ranks: int) -> None:
+    if torch.cuda.device_count() < ranks:
+        pytest.skip("needs two NVIDIA GPUs")
+    settings = [f"parallel.processes={ranks}", "parallel.mode=fsdp", "train.batch_rows=8"]
+    words = [word for setting in settings for word in ("--set", setting)]
+    command = [sys.executable, "-m", "fluxtrain", "dry-run", "--demo", "--json", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert found["losses"][0] > found["losses"][-1]
+    assert found["step_s"]["predicted"] and found["step_s"]["measured"], found
+    peak = found["device_bytes"]
+    assert 0.4 * peak["measured"] < peak["predicted"] < 2.5 * peak["measured"], found

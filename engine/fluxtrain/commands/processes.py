@@ -66,7 +66,8 @@ def _planned_mode(config: RunConfig, words: Sequence[str]) -> list[str]:
     parallel = config.parallel
     if parallel.mode != "auto" or config.is_sharded or parallel.processes > 1 or launched():
         return []
-    if config.placement.device == "cpu" or len(read_gpus().gpus) < 2:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all, of many").split(",")
+    if config.placement.device == "cpu" or min(len(visible), len(read_gpus().gpus)) < 2:
         return []
     with Importing():
         from fluxtrain.measure.probe.probe import known_rates
