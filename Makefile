@@ -67,8 +67,8 @@ soak: dev $(STAMPS)/llama-cpp ## the long tests: many kills and resumes, random 
 	FLUXTRAIN_LLAMA_CPP=$(CURDIR)/$(VENV)/llama-cpp/bin/python $(PYTEST) -m "slow and not gpu" --timeout 3600 $(TESTS)
 	FLUXTRAIN_EXPLORE=1 $(PYTEST) -n 2 -m "not gpu and not slow" $(shell grep -rlE "hypothesis" tests --include=test_*.py)
 
-soak-serve: dev ## kill server and trainers at random moments; every job must succeed once
-	$(PYTEST) -m slow --timeout 3600 tests/serve
+soak-serve: dev ## kill servers and trainers at random, each job succeeds once (DB=postgresql: on Postgres)
+	FLUXTRAIN_TEST_DB=$(DB) $(PYTEST) $(if $(DB),,-m slow) --timeout 3600 tests/serve
 
 test-learn: dev ## the learning path: right solutions and typical mistakes of its eight tasks
 	$(PYTEST) tests/learn

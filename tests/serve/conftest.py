@@ -28,8 +28,10 @@ from fluxtrain.serve.keys import SCOPES, add_key
 from fluxtrain.serve.service import Service
 from fluxtrain.serve.settings import ServeSettings
 from fluxtrain.serve.store import Store
+from tests.serve.postgres import Postgres
 
 FAKE = (sys.executable, str(Path(__file__).parent / "fake_engine.py"))
+ON_POSTGRES = os.environ.get("FLUXTRAIN_TEST_DB") == "postgresql"  # all tests of a server
 ROW = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}
 
 
@@ -86,8 +88,23 @@ def wait_for(true: Callable[[], Any], timeout_s: float = 60.0) -> None:
         time.sleep(0.02)
 
 
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Postgres]:
+    server = Postgres()
+    yield server
+    server.remove()
+
+
 @pytest.fixture
-def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Served]]:
+def db(request: pytest.FixtureRequest) -> str | None:
+    """The database of this test's servers: None for SQLite."""
+    return request.getfixturevalue("postgres").new_database() if ON_POSTGRES else None
+
+
+@pytest.fixture
+def serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, db: str | None
+) -> Iterator[Callable[..., Served]]:
     """`serve(**settings)` starts a server on this test's folder."""
     monkeypatch.setenv("FLUXTRAIN_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
@@ -95,8 +112,8 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     started: list[Served] = []
 
     def start(port: int = 0, program: tuple[str, ...] = FAKE, **settings: Any) -> Served:
-        chosen = ServeSettings(folder=tmp_path / "service", **settings)
-        store = Store(chosen.folder)
+        chosen = ServeSettings(folder=tmp_path / "service", db=db, **settings)
+        store = Store(chosen.folder, db=db)
         service = Service(store, chosen, trainer=(*FAKE, "train"), program=program)
         keys = {scope: add_key(store, scope, scope) for scope in SCOPES}
         listener = socket.create_server(("127.0.0.1", port))

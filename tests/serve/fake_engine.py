@@ -115,7 +115,7 @@ def train(path: str, run_dir: str) -> None:
         if stopped:
             code = 143 if "SIGTERM" in stopped else 130
             break
-        emitter.emit(_step(step))
+        emitter.emit(_step(step, words))
         done.write_text(str(step))
         for word in words:
             name, _, number = word.partition("@")
@@ -185,7 +185,8 @@ def _hello(run: RunDir, first: int) -> Hello:
     )  # fmt: skip
 
 
-def _step(step: int) -> StepFinished:
+def _step(step: int, words: list[str]) -> StepFinished:
+    time.sleep(0.3 if "slow" in words else 0.0)
     return StepFinished(
         step=step, total_steps=STEPS, epoch=0.0, loss=1.0 / step, learning_rate=0.1, grad_norm=1.0,
         tokens=10, total_tokens=10 * step, step_s=0.1, tokens_per_s=100.0, phases_s={}, stalls_s={},

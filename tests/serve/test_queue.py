@@ -14,7 +14,7 @@ import pytest
 from fluxtrain.events.run_folder.control import send_command
 from fluxtrain.serve.backend import End
 from fluxtrain.serve.jobs import run_of
-from fluxtrain.serve.queue import judge
+from fluxtrain.serve.verdict import judge
 from tests.serve.conftest import Served, create, ended, upload, wait_for
 
 

@@ -10,7 +10,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
 from fluxtrain.errors import BadInput
-from fluxtrain.serve import store as stores
+from fluxtrain.serve import database
 from fluxtrain.serve.keys import add_key, caller_of
 from fluxtrain.serve.settings import load_settings
 from fluxtrain.serve.store import Store, tables
@@ -40,13 +40,28 @@ def test_a_server_looks_for_runs_where_the_one_before_did(tmp_path: Path) -> Non
     store.close()
 
 
-def test_a_new_folder_and_an_older_one_have_the_tables_of_this_version(tmp_path: Path) -> None:
-    for _ in ("new", "opened again"):
-        store = Store(tmp_path)
+FIRST = """
+DROP TABLE server;
+ALTER TABLE job DROP COLUMN server;
+UPDATE alembic_version SET version_num = '0001'
+"""
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
+def test_new_and_older_databases_have_the_tables_of_this_version(
+    tmp_path: Path, kind: str, request: pytest.FixtureRequest
+) -> None:
+    on_postgres = kind == "postgresql"
+    db = request.getfixturevalue("postgres").new_database() if on_postgres else None
+    for _ in ("new", "opened again", "of the first version"):
+        store = Store(tmp_path, db=db)
         with store.engine.connect() as connection:
             context = MigrationContext.configure(connection)
             assert compare_metadata(context, tables) == []
             assert context.get_current_revision() is not None
+        with store.write() as connection:
+            for statement in FIRST.split(";"):
+                connection.execute(sa.text(statement))
         store.close()
 
 
@@ -67,9 +82,9 @@ def test_a_network_mount_is_refused(kind: str, refused: bool, tmp_path: Path) ->
     mounts = MOUNTS.format(place=tmp_path, kind=kind)
     if refused:
         with pytest.raises(BadInput, match=f"on a {kind} mount"):
-            stores._refuse_network_mount(tmp_path / "service", mounts)
+            database.refuse_network_mount(tmp_path / "service", mounts)
     else:
-        stores._refuse_network_mount(tmp_path / "service", mounts)
+        database.refuse_network_mount(tmp_path / "service", mounts)
 
 
 @pytest.mark.parametrize(

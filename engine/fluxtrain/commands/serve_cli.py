@@ -23,6 +23,12 @@ serve_app.add_typer(keys_app, name="keys")
 ServeFile = Annotated[Path | None, typer.Option("--config", help="the operator's serve.yaml")]
 Printed = Literal["dockerfile", "compose", "kubernetes", "grafana", "alerts"]
 Folder = Annotated[Path | None, typer.Option("--folder", help="database, files and models")]
+Database = Annotated[
+    str | None,
+    typer.Option(
+        "--db", envvar="FLUXTRAIN_DB", help="postgresql://..., for several servers; else SQLite"
+    ),
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -35,6 +41,7 @@ def serve(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatur
     context: typer.Context,
     config: ServeFile = None,
     folder: Folder = None,
+    db: Database = None,
     cards: Annotated[
         str | None, typer.Option("--cards", help="GPUs for jobs, one each, such as 0,1")
     ] = None,
@@ -63,7 +70,7 @@ def serve(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatur
     if context.invoked_subcommand is not None:
         return
     server = _serving()
-    settings = _settings(config, folder, cards, inference)
+    settings = _settings(config, folder, db, cards, inference)
     if backend is not None:
         settings = settings.model_copy(update={"backend": backend})
     if printed is not None:
@@ -88,25 +95,27 @@ def add(
     project: Annotated[str, typer.Option("--project", help="whose files and jobs")] = "default",
     config: ServeFile = None,
     folder: Folder = None,
+    db: Database = None,
     debug: options.Debug = False,
 ) -> None:
     """Make a key and print it once; only its digest is kept."""
     from fluxtrain.serve.keys import add_key
 
-    say(add_key(_store(config, folder), name, scope, project))
+    say(add_key(_store(config, folder, db), name, scope, project))
 
 
 @keys_app.command("list")
 def list_keys(
     config: ServeFile = None,
     folder: Folder = None,
+    db: Database = None,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
     """List the keys."""
     from fluxtrain.serve.keys import listed
 
-    found = listed(_store(config, folder))
+    found = listed(_store(config, folder, db))
     if json:
         print_json(found)
         return
@@ -120,24 +129,27 @@ def revoke(
     key_id: Annotated[str, typer.Argument(metavar="KEY-ID", help="of `keys list`")],
     config: ServeFile = None,
     folder: Folder = None,
+    db: Database = None,
     debug: options.Debug = False,
 ) -> None:
     """End a key at once."""
     from fluxtrain.serve.keys import revoke_key
 
-    revoke_key(_store(config, folder), key_id)
+    revoke_key(_store(config, folder, db), key_id)
 
 
 def _settings(
     config: Path | None,
     folder: Path | None,
+    db: str | None = None,
     cards: str | None = None,
     inference: str | None = None,
 ) -> ServeSettings:
     from fluxtrain.serve.settings import load_settings, with_inference
 
     settings = load_settings(config)
-    changed: dict[str, object] = {} if folder is None else {"folder": folder}
+    given = {"folder": folder, "db": db or None}
+    changed: dict[str, object] = {name: one for name, one in given.items() if one is not None}
     if cards is not None:
         numbers = [part.strip() for part in cards.split(",")]
         if not all(number.isdecimal() for number in numbers):
@@ -147,12 +159,13 @@ def _settings(
     return settings if inference is None else with_inference(settings, inference)
 
 
-def _store(config: Path | None, folder: Path | None) -> Store:
+def _store(config: Path | None, folder: Path | None, db: str | None) -> Store:
     """Open the store while a server may be running."""
     _serving()
     from fluxtrain.serve.store import Store
 
-    return Store(_settings(config, folder).folder, alone=False)
+    settings = _settings(config, folder, db)
+    return Store(settings.folder, alone=False, db=settings.db)
 
 
 def _serving() -> ModuleType:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -467,7 +466,7 @@ def _add_more(app: FastAPI, service: Service) -> None:
     def usage(caller: Reads, days: Annotated[float, Query(gt=0, le=3660)] = 30.0) -> dict[str, Any]:
         """Sum tokens and seconds of cards by model; an admin's key sees all projects."""
         project = None if caller.may("admin") else caller.project
-        rows = store.usage(project, time.time() - days * 86400)
+        rows = store.usage(project, store.now_s() - days * 86400)
         return {"object": "list", "data": rows}
 
     @app.get("/metrics", include_in_schema=False)

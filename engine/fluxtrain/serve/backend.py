@@ -81,6 +81,8 @@ class Processes:
 
     def start(self, row: Mapping[str, Any], arguments: Sequence[str]) -> None:
         """Start the process. Raises FluxTrainError."""
+        left = {key: one for key, one in self._started.items() if one.poll() is None}
+        self._started = left  # the others are judged, or another server's
         self._started[row["id"]] = start_unwatched(arguments, run_of(row["id"]), self._command)
 
     def state(self, row: Mapping[str, Any]) -> State:
@@ -110,7 +112,7 @@ class Processes:
 
     def collect(self, row: Mapping[str, Any], run: RunSummary | None) -> End:
         """Return how the process ended."""
-        process = self._started.pop(row["id"], None)
+        process = self._started.get(row["id"])  # it may be asked again
         code = run.exit_code if run is not None else None
         if code is None and process is not None:
             code = process.poll()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,10 +34,12 @@ class Evaluations:
         why_not: Callable[[], str],
         leave: Callable[[], Awaitable[object]],
         program: tuple[str, ...],
+        leads: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Prepare; why_not: says why memory allows no evaluation now; leave: ends the worker."""
+        """Prepare; why_not: says why memory allows no evaluation now; leave: ends the worker;
+        leads: whether this is the one of several servers that evaluates after jobs."""
         self._store, self._settings, self._program = store, settings, program
-        self._why_not, self._leave = why_not, leave
+        self._why_not, self._leave, self._leads = why_not, leave, leads
         self._one = asyncio.Lock()
 
     async def loss(self, version: Mapping[str, Any], data: Path) -> float:
@@ -54,12 +57,14 @@ class Evaluations:
         seen = -1
         while True:
             await asyncio.sleep(PAUSE_S)
-            if self._store.changes == seen or self._why_not():
+            changes = self._store.changes
+            if changes == seen or not self._leads() or self._why_not():
                 continue
-            seen = self._store.changes
-            for version in await run_in_threadpool(self._store.rows, wanted):
-                if "tasks" not in version["facts"] and not self._why_not():
-                    await self._evaluate(version)
+            with suppress(Refusal):  # without a database it is asked again
+                for version in await run_in_threadpool(self._store.rows, wanted):
+                    if "tasks" not in version["facts"] and not self._why_not():
+                        await self._evaluate(version)
+                seen = changes
 
     async def _evaluate(self, version: Mapping[str, Any]) -> None:
         """Keep a version's results on the tasks, or why there are none."""

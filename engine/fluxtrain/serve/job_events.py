@@ -26,7 +26,7 @@ from fluxtrain.events.frames import decode_line
 from fluxtrain.events.journal import read_events, tail_lines
 from fluxtrain.events.reader import JournalFollower
 from fluxtrain.events.run_folder.run_dir import RunDir
-from fluxtrain.serve.refusal import without_folders
+from fluxtrain.serve.refusal import Refusal, without_folders
 from fluxtrain.serve.registry import CHECKPOINT, model_name
 from fluxtrain.serve.store import Store
 
@@ -72,9 +72,12 @@ async def followed(
     follower, seen = JournalFollower(run.journal), -1
     row: dict[str, Any] = {}
     while True:
-        if seen != store.changes:
-            seen = store.changes
-            row = await run_in_threadpool(find)
+        if seen != (changes := store.changes):
+            try:
+                row, seen = await run_in_threadpool(find), changes
+            except Refusal as error:
+                if error.status != 503 or not row:
+                    raise  # else the database is away: what the run tells goes on
         for _, note in list(_notes(row))[notes:]:
             notes += 1
             yield _sse_event(f"{last_seq}.{notes}", note)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import time
 from collections.abc import Mapping
 from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -253,11 +253,21 @@ def digest_of(project: str, body: JobRequest) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def repeated(store: Store, project: str, digest: str, key: str | None, retry: bool) -> Any:
+@dataclass(frozen=True)
+class Sending:
+    """What tells whether a request was sent before."""
+
+    digest: str  # of its body and project
+    key: str | None  # its Idempotency-Key
+    is_retry: bool  # by the SDK's own count
+
+
+def repeated(store: Store, project: str, sent: Sending) -> Any:
     """Return the job that an earlier copy of a request made; None where there is none.
 
     Raises Refusal (422) where the same Idempotency-Key came with another request.
     """
+    digest, key = sent.digest, sent.key
     if key is not None:
         found = store.one(
             sa.select(jobs).where(jobs.c.project == project, jobs.c.repeat_key == key)
@@ -267,9 +277,9 @@ def repeated(store: Store, project: str, digest: str, key: str | None, retry: bo
                 "this Idempotency-Key came with another request before: use a new one", status=422
             )
         return found
-    if not retry:
+    if not sent.is_retry:
         return None
-    recent = (jobs.c.digest == digest, jobs.c.created_s > time.time() - REPEAT_S)
+    recent = (jobs.c.digest == digest, jobs.c.created_s > store.now_s() - REPEAT_S)
     return store.one(sa.select(jobs).where(*recent).order_by(jobs.c.number.desc()))
 
 
@@ -288,11 +298,16 @@ def add_job(
     config: dict[str, Any],
     plan: dict[str, Any],
     blobs: dict[str, str],
-    digest: str,
-    repeat_key: str | None,
+    sent: Sending,
 ) -> dict[str, Any]:
-    """Queue a job; it is on the disk when this returns. Raises Refusal where the queue is full."""
+    """Queue a job; it is on the disk when this returns.
+
+    Where another server queued a copy of the request meanwhile, its job is returned. Raises Refusal
+    where the queue is full.
+    """
     with store.write() as connection:
+        if (found := repeated(store, project, sent)) is not None:
+            return dict(found)
         mine = sa.select(sa.func.count()).where(jobs.c.project == project, jobs.c.outcome.is_(None))
         waiting = connection.execute(mine).scalar_one()
         if waiting >= settings.quotas.queued_jobs:
@@ -308,14 +323,15 @@ def add_job(
             "id": job_id,
             "number": (newest or 0) + 1,
             "project": project,
-            "created_s": time.time(),
+            "created_s": store.now_s(),
             "request": asked.model_dump(mode="json", exclude={"fluxtrain"}),
             "config": config,
             "plan": plan,
             "blobs": blobs,
-            "digest": digest,
-            "repeat_key": repeat_key,
+            "digest": sent.digest,
+            "repeat_key": sent.key,
             "wanted": "run",
+            "server": None,
             "card": None,
             "tries": {},
             "not_before_s": 0.0,
@@ -430,6 +446,12 @@ def trained_tokens(run: RunDir) -> int | None:
     return None if step is None else step.total_tokens
 
 
-def config_path(store: Store, job_id: str) -> Path:
-    """Return where a job's configuration is written for its trainer."""
-    return store.configs / f"{job_id}.yaml"
+def config_path(store: Store, job_id: str, reader: str) -> Path:
+    """Return where a job's configuration is written for the planner or one server's trainer."""
+    return store.configs / f"{job_id}-{reader}.yaml"
+
+
+def remove_configs(store: Store, job_id: str) -> None:
+    """Remove what was written for trainers of a job."""
+    for path in store.configs.glob(f"{job_id}*.yaml"):
+        path.unlink(missing_ok=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-import time
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -44,7 +43,7 @@ def add_key(store: Store, name: str, scope: str, project: str = "default") -> st
         "project": project,
         "scope": scope,
         "sha256": _digest(key),
-        "created_s": time.time(),
+        "created_s": store.now_s(),
     }
     with store.write() as connection:
         connection.execute(sa.insert(keys), row)
@@ -55,7 +54,7 @@ def revoke_key(store: Store, key_id: str) -> None:
     """End a key at once. Raises BadInput where there is none of this id."""
     query = sa.update(keys).where(keys.c.id == key_id, keys.c.revoked_s.is_(None))
     with store.write() as connection:
-        if not connection.execute(query.values(revoked_s=time.time())).rowcount:
+        if not connection.execute(query.values(revoked_s=store.now_s())).rowcount:
             raise BadInput(f"no key {key_id} is in use: `fluxtrain serve keys list` has the ids")
 
 

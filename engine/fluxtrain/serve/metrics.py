@@ -201,9 +201,10 @@ class _Scrape(Collector):
         """Yield the families of the table."""
         if self._project is None:
             self._add_machine()
-        self._add_jobs()
-        self._add_ends()
-        self._add_quotas()
+        if self._project is not None or self._service.queue.lease.leads:  # of several, one tells
+            self._add_jobs()
+            self._add_ends()
+            self._add_quotas()
         yield from self._families.values()
         for family in self._service.answers.registry.collect():
             if self._project is not None:
@@ -232,15 +233,15 @@ class _Scrape(Collector):
 
     def _add_jobs(self) -> None:
         """Add counts of jobs, and what those do that run or ended just now."""
-        now_s, running = time.time(), self._service.queue.running
+        now_s = self._service.store.now_s()
         ended_s = jobs.c.outcome["at_s"].as_float()
         shown = sa.or_(jobs.c.outcome.is_(None), ended_s > now_s - RECENT_S)
-        names = ("id", "project", "card", "plan", "wanted", "created_s", "outcome")
+        names = ("id", "project", "card", "plan", "wanted", "created_s", "outcome", "server")
         rows = self._rows(sa.select(*(jobs.c[name] for name in names)).where(shown), jobs.c.project)
         counts = {(name, state): 0 for name in self._projects for state in STATES}
         oldest_s = dict.fromkeys(self._projects, 0.0)
         for row in rows:
-            project, trains = row["project"], row["id"] in running
+            project, trains = row["project"], row["outcome"] is None and row["server"] is not None
             if row["outcome"] is None:
                 state = "running" if trains else "paused" if row["wanted"] == "pause" else "queued"
                 counts[project, state] += 1
@@ -256,9 +257,8 @@ class _Scrape(Collector):
 
     def _add_ends(self) -> None:
         status, code = jobs.c.outcome["status"].as_string(), jobs.c.outcome["code"].as_integer()
-        by = (jobs.c.project, status, code)
         told = sa.select(jobs.c.project, status.label("how"), code.label("code"), COUNT)
-        ended = told.where(jobs.c.outcome.is_not(None)).group_by(*by)
+        ended = told.where(jobs.c.outcome.is_not(None)).group_by(jobs.c.project, "how", "code")
         # all begin at 0: what appears as 1 has no increase
         counts = {(name, how): 0 for name in self._projects for how in ENDS}
         for row in self._rows(ended, jobs.c.project):
@@ -314,10 +314,11 @@ class _Scrape(Collector):
             self._add(STALL_S, seconds, *labels, cause)
 
     def _add_quotas(self) -> None:
-        quotas, store, now_s = self._service.settings.quotas, self._service.store, time.time()
+        quotas, store = self._service.settings.quotas, self._service.store
+        now_s = store.now_s()
         stored = sa.select(files.c.project, sa.func.sum(files.c.bytes).label("bytes"))
         found = self._rows(stored.group_by(files.c.project), files.c.project)
-        stored_bytes = {row["project"]: row["bytes"] for row in found}
+        stored_bytes = {row["project"]: int(row["bytes"]) for row in found}
         counts = {
             tuple(one.labels.values()): one.value for one in self._families[JOBS.name].samples
         }

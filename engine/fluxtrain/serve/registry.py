@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import time
 import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
@@ -57,7 +56,7 @@ def version_of(store: Store, row: Mapping[str, Any], run: RunDir) -> dict[str, A
             "metrics": {name: ending.get(name) for name in ("loss", "evaluation_loss")},
             "measured": ending.get("plan"),
         },
-        "created_s": time.time(),
+        "created_s": store.now_s(),
     }
 
 
@@ -155,7 +154,7 @@ def move(
         "project": project,
         "name": alias,
         "version": version,
-        "moved_s": time.time(),
+        "moved_s": store.now_s(),
         "why": dict(why),
     }
     with store.write() as connection:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import suppress
 
 import sqlalchemy as sa
@@ -20,7 +19,7 @@ def delete_old(store: Store, days: float | None) -> None:
     remove_left(store)
     if days is None:
         return
-    before_s = time.time() - days * 86400
+    before_s = store.now_s() - days * 86400
     with store.write() as connection:
         connection.execute(sa.delete(usage).where(usage.c.at_s < before_s))
     for row in store.rows(sa.select(files).where(files.c.created_s < before_s)):

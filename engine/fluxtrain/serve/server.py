@@ -14,6 +14,7 @@ import uvicorn
 from fluxtrain.errors import BadInput
 from fluxtrain.events.run_folder.run_dir import runs_root
 from fluxtrain.serve.app import make_app
+from fluxtrain.serve.database import shown
 from fluxtrain.serve.keys import add_key
 from fluxtrain.serve.service import Service
 from fluxtrain.serve.settings import ServeSettings
@@ -34,19 +35,22 @@ def run_server(
         BadInput: the address is taken, the certificate cannot be read, or as `Store`.
     """
     listener = _listener(host, port)
-    store = Store(settings.folder)
+    store = Store(settings.folder, db=settings.db)
     store.keep_to(runs_root())
+    app = make_app(Service(store, settings))
     tempfile.tempdir = str(store.files)  # uploads wait on the disk that keeps them
     scheme = "http" if certificate is None else "https"
-    shown = f"[{host}]" if ":" in host else host
-    say(f"serving at {scheme}://{shown}:{listener.getsockname()[1]}/v1")
+    name = f"[{host}]" if ":" in host else host
+    say(f"serving at {scheme}://{name}:{listener.getsockname()[1]}/v1")
     if store.one(sa.select(keys.c.id)) is None:
         say(f"key: {add_key(store, 'first', 'admin')} (it is not shown again)")
     else:
         say("keys: `fluxtrain serve keys add NAME` makes one more")
     say(f"runs: {runs_root()}")
+    if store.is_shared:
+        say(f"database: {shown(store.engine)}")
     config = uvicorn.Config(
-        make_app(Service(store, settings)),
+        app,
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=5,

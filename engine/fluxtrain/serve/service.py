@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -78,7 +77,12 @@ class Service:
             store=store, settings=settings, queue=self.queue, answers=AnswerCounts()
         )
         self.evaluations = Evaluations(
-            store, settings, self._why_no_answer, self.worker.leave, program
+            store,
+            settings,
+            self._why_no_answer,
+            self.worker.leave,
+            program,
+            lambda: self.queue.lease.leads,
         )
         self._planning = asyncio.Semaphore(PLANS_AT_ONCE)
         self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -111,13 +115,11 @@ class Service:
 
         Raises Refusal for what cannot be trained, with the reason of the reader or the planner.
         """
-        digest = job_rows.digest_of(project, asked)
-        name = f"{project}:{repeat_key or digest}"
+        sent = job_rows.Sending(job_rows.digest_of(project, asked), repeat_key, retry)
+        name = f"{project}:{repeat_key or sent.digest}"
         lock = self._asking.setdefault(name, asyncio.Lock())
         async with lock:  # a repeat may come while the first is still planned
-            found = await run_in_threadpool(
-                job_rows.repeated, self.store, project, digest, repeat_key, retry
-            )
+            found = await run_in_threadpool(job_rows.repeated, self.store, project, sent)
             if found is not None:
                 return dict(found)
             config, blobs = await run_in_threadpool(
@@ -136,15 +138,14 @@ class Service:
                 config=config,
                 plan=_facts(plan),
                 blobs=blobs,
-                digest=digest,
-                repeat_key=repeat_key,
+                sent=sent,
             )
         self.queue.wake()
         return row
 
     async def _planned(self, job_id: str, config: dict[str, Any]) -> PlanAnswer | None:
         """Return the plan of a run; None where the memory is in use by a job that trains now."""
-        path = job_rows.config_path(self.store, job_id)
+        path = job_rows.config_path(self.store, job_id, "plan")
         machine = self.settings.kubernetes.machine
         in_pods = self.settings.backend == "kubernetes" and machine is not None
         options = ("--machine", str(machine)) if in_pods else ()
@@ -260,7 +261,7 @@ class Service:
     def _refuse_over_quota(self, project: str) -> None:
         most = self.settings.quotas.tokens_per_minute
         kinds = ("prompt_tokens", "answer_tokens")
-        if self.store.used(project, kinds, time.time() - 60) >= most:
+        if self.store.used(project, kinds, self.store.now_s() - 60) >= most:
             raise Refusal(
                 f"the project has used its {most:,} tokens of this minute: ask again in the next",
                 status=429,

@@ -85,6 +85,9 @@ class ServeSettings(Section):
     """Everything that an operator decides."""
 
     folder: Path = Field(default=Path("service"), description="database, files and models")
+    db: str | None = Field(
+        default=None, description="postgresql://..., for several servers; else SQLite in the folder"
+    )
     models: dict[str, ServedModel] = Field(
         default={
             "demo": ServedModel(

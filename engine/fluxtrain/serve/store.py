@@ -1,10 +1,10 @@
-"""The database of the service: what was asked, in SQLite, and the folder around it."""
+"""What was asked of the service: the tables of its database, and the folder around it."""
 
 from __future__ import annotations
 
 import os
 import secrets
-import sqlite3
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -12,16 +12,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import sqlalchemy as sa
-from sqlalchemy import JSON, Column, Float, Integer, MetaData, String, Table
+from sqlalchemy import JSON, BigInteger, Column, Float, Integer, MetaData, String, Table
 
 from fluxtrain.errors import BadInput
 from fluxtrain.files.atomic import storage_error, write_bytes
 from fluxtrain.files.folders import try_lock
 from fluxtrain.files.opening import open_to_write
-
-NETWORK_MOUNTS = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "afs", "fuse.sshfs")
+from fluxtrain.serve.database import (
+    clock_of,
+    engine_of,
+    lock_writes,
+    migrate,
+    refuse_network_mount,
+)
+from fluxtrain.serve.refusal import Refusal
 
 tables = MetaData()
 keys = Table(
@@ -41,8 +46,8 @@ files = Table(
     Column("id", String, primary_key=True),
     Column("project", String, nullable=False, index=True),
     Column("name", String, nullable=False),
-    Column("bytes", Integer, nullable=False),
-    Column("rows", Integer, nullable=False),
+    Column("bytes", BigInteger, nullable=False),
+    Column("rows", BigInteger, nullable=False),
     Column("blob", String, nullable=False, index=True),  # its name in `files/`
     Column("created_s", Float, nullable=False),
 )
@@ -60,6 +65,7 @@ jobs = Table(
     Column("digest", String, nullable=False, index=True),  # of the request, for repeats
     Column("repeat_key", String),  # its Idempotency-Key
     Column("wanted", String, nullable=False),  # run, pause, cancel
+    Column("server", String),  # that looks after it, from its start until its end is judged
     Column("card", Integer),  # where it was started last
     Column("tries", JSON, nullable=False),  # of ends that are tried again: their count by kind
     Column("not_before_s", Float, nullable=False),
@@ -102,19 +108,38 @@ usage = Table(
     Column("model", String, nullable=False),
     sa.Index("usage_when", "project", "at_s"),
 )
+servers = Table(
+    "server",
+    tables,
+    Column("id", String, primary_key=True),
+    Column("host", String, nullable=False),
+    Column("folder", String, nullable=False),  # the mark of its folder
+    Column("until_s", Float, nullable=False),  # by the database's clock, when its lease ends
+)
+
+
+# psycopg has an idle transaction that was ended as an internal error
+AWAY = (sa.exc.OperationalError, sa.exc.InterfaceError, sa.exc.InternalError)
 
 
 class Store:
-    """The service's folder, held by one server: `service.db`, `files/`, `jobs/`, `models/`."""
+    """The service's folder: `files/`, `jobs/`, `models/`, and `service.db` or a Postgres.
 
-    def __init__(self, folder: Path, *, alone: bool = True) -> None:
+    One server holds a folder with SQLite, several share one with a Postgres.
+    """
+
+    def __init__(self, folder: Path, *, alone: bool = True, db: str | None = None) -> None:
         """Make what is missing, lock it and bring the tables up to date.
 
-        `alone`: no server runs; a command that works beside one brings the tables up to date only
-        where none does.
+        Args:
+            folder: of files, models and SQLite's database.
+            alone: no server runs; a command that works beside one brings SQLite's tables up to
+                date only where none does.
+            db: the address of a Postgres; None for SQLite.
 
         Raises:
-            BadInput: another server uses the folder, or it lies on a network mount.
+            BadInput: another server uses the folder, it lies on a network mount, or the database
+                cannot be used.
             NoSpace: the disk is full.
         """
         self.folder = folder.absolute()
@@ -126,23 +151,37 @@ class Store:
             self._lock = open_to_write(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise storage_error(self.folder, error) from error
-        _refuse_network_mount(self.folder, Path("/proc/self/mountinfo").read_text())
+        facts = os.fstat(self._lock)
+        self.mark = f"{facts.st_ino}-{facts.st_mtime_ns}"  # of the folder, on every machine
+        self.is_shared = db is not None
+        try:
+            first = self.is_shared or self._is_first(alone)
+            self.engine = engine_of(self.folder, db)
+            self.clock = clock_of(self.engine)
+            self.ahead_s = 0.0  # of the database's clock before this machine's
+            self._writing = threading.RLock()
+            self.changes = 0  # committed by this server, so that readers look only after one
+            if first:
+                migrate(self.engine, tables)
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def _is_first(self, alone: bool) -> bool:
+        """Lock the folder for SQLite; return whether no other process has it. Raises BadInput."""
+        refuse_network_mount(self.folder, Path("/proc/self/mountinfo").read_text())
         first = try_lock(self._lock)
         if alone and not first:
-            os.close(self._lock)
             raise BadInput(
-                f"{self.folder} is in use by another server: stop it, or choose another folder "
-                "with --folder"
+                f"{self.folder} is in use by another server: stop it, choose another folder with "
+                "--folder, or let both share a Postgres with --db"
             )
-        self.engine = _engine(self.folder / "service.db")
-        self._writing = threading.RLock()
-        self.changes = 0  # committed by this server, so that readers look only after one
-        if first:
-            try:
-                _migrate(self.engine)
-            except BaseException:
-                self.close()
-                raise
+        return first
+
+    def now_s(self) -> float:
+        """Return the time by the database's clock, which all servers have in common (Unix
+        time)."""
+        return time.time() + self.ahead_s
 
     def keep_to(self, runs: Path) -> None:
         """Note where the runs of jobs are; later servers of this folder look there too.
@@ -160,19 +199,48 @@ class Store:
 
     @contextmanager
     def write(self) -> Iterator[sa.Connection]:
-        """Give a connection whose writes are committed, and on the disk, at the end."""
-        with self._writing, self.engine.begin() as connection:
+        """Give a connection whose writes are committed, and on the disk, at the end; nobody else
+        writes meanwhile.
+
+        Raises Refusal (503) where the database does not answer; nothing is known of the writes.
+        """
+        with self._told(), self._writing, self.engine.begin() as connection:
+            lock_writes(connection)
             yield connection
         self.changes += 1
 
+    @contextmanager
+    def reach(self) -> Iterator[sa.Connection]:
+        """Give a connection for reads, or a write that waits for no others. Raises as `write`."""
+        with self._told(), self.engine.begin() as connection:
+            yield connection
+
+    @staticmethod
+    @contextmanager
+    def _told() -> Iterator[None]:
+        """Turn the database's own faults into refusals."""
+        try:
+            yield
+        except sa.exc.DataError as error:
+            raise Refusal("a text has a character that cannot be kept: leave it out") from error
+        except (*AWAY, sa.exc.TimeoutError) as error:
+            told = str(getattr(error, "orig", error)).partition("\n")[0]
+            print(f"the database does not answer: {told}", file=sys.stderr)
+            raise Refusal(
+                "the database does not answer: ask again in some seconds",
+                status=503,
+                code="database_unavailable",
+                retry_after_s=5.0,
+            ) from error
+
     def rows(self, query: Any) -> list[Mapping[str, Any]]:
         """Return all rows of a query."""
-        with self.engine.connect() as connection:
+        with self.reach() as connection:
             return [dict(row) for row in connection.execute(query).mappings()]
 
     def one(self, query: Any) -> dict[str, Any] | None:
         """Return the first row of a query; None where there is none."""
-        with self.engine.connect() as connection:
+        with self.reach() as connection:
             row = connection.execute(query).mappings().first()
             return None if row is None else dict(row)
 
@@ -194,13 +262,14 @@ class Store:
 
     def note_usage(self, project: str, model: str, **amounts: float) -> None:
         """Add to a project's usage."""
-        at_s = time.time()
-        rows = [
-            {"project": project, "model": model, "at_s": at_s, "kind": kind, "amount": amount}
-            for kind, amount in amounts.items()
-        ]
         with self.write() as connection:
-            connection.execute(sa.insert(usage), rows)
+            connection.execute(self.usage_of(project, model, **amounts))
+
+    def usage_of(self, project: str, model: str, **amounts: float) -> sa.Insert:
+        """Return the statement that adds to a project's usage."""
+        known = {"project": project, "model": model, "at_s": self.now_s()}
+        rows = [{**known, "kind": kind, "amount": amount} for kind, amount in amounts.items()]
+        return sa.insert(usage).values(rows)
 
     def close(self) -> None:
         """Let another server use the folder."""
@@ -211,63 +280,3 @@ class Store:
 def new_id(kind: str) -> str:
     """Return a new id such as `file-3f2b...`."""
     return f"{kind}-{secrets.token_hex(12)}"
-
-
-def _engine(path: Path) -> sa.Engine:
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-    engine = sa.create_engine(
-        f"sqlite:///{path}",
-        connect_args={"timeout": 30},
-        json_serializer=lambda value: msgspec.json.encode(value).decode(),
-        json_deserializer=msgspec.json.decode,
-    )
-
-    @sa.event.listens_for(engine, "connect")
-    def _(connection: sqlite3.Connection, _: Any) -> None:
-        for setting in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
-            connection.execute(f"PRAGMA {setting}")
-
-    return engine
-
-
-def _migrate(engine: sa.Engine) -> None:
-    """Bring the tables to this version's. Raises BadInput where a newer version made them."""
-    from alembic import command
-    from alembic.config import Config
-    from alembic.util import CommandError
-
-    config = Config()
-    config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
-    try:
-        with engine.begin() as connection:
-            config.attributes["connection"] = connection
-            if sa.inspect(connection).has_table("alembic_version"):
-                command.upgrade(config, "head")
-            else:
-                tables.create_all(connection)
-                command.stamp(config, "head")
-    except CommandError as error:
-        raise BadInput(
-            f"{engine.url.database} was made by another version of FluxTrain ({error}): start that "
-            "version, or choose another folder with --folder"
-        ) from error
-    except (sa.exc.DatabaseError, sqlite3.DatabaseError) as error:
-        raise BadInput(
-            f"{engine.url.database} cannot be used ({error}): put a copy of it back, or move "
-            "it away to begin with an empty one"
-        ) from error
-
-
-def _refuse_network_mount(folder: Path, mounts: str) -> None:
-    """Raise BadInput where SQLite's locks cannot be relied on. Source: proc(5), mountinfo."""
-    kind, longest = "", -1
-    for line in mounts.splitlines():
-        before, _, after = line.partition(" - ")
-        place = before.split()[4].encode().decode("unicode_escape")
-        if folder.resolve().is_relative_to(place) and len(place) >= longest:
-            kind, longest = after.split()[0], len(place)
-    if kind in NETWORK_MOUNTS:
-        raise BadInput(
-            f"{folder} is on a {kind} mount, where SQLite can lose what it wrote: choose a folder "
-            "on a local disk with --folder"
-        )

@@ -57,7 +57,7 @@ def add_file(
             "bytes": size_bytes,
             "rows": rows,
             "blob": blob,
-            "created_s": time.time(),
+            "created_s": store.now_s(),
         }
         with store.write() as connection:  # together: a deletion looks for rows of the blob
             incoming.replace(store.files / blob)
