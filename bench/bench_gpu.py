@@ -158,7 +158,7 @@ def wrapped(
     plan, told = planned(model, options, budget_bytes)
     how = {"states": options.states, "frozen": options.frozen}
     cards, last = options.cards, options.cards - 1
-    if any(row.is_on("disk") for row in plan.groups):
+    if any(row.is_on("disk") and not row.is_on("disk", "state") for row in plan.groups):
         files = disk_here.BenchFiles()
         wrap_placed(model, "cuda", plan, cards=range(cards), keeping=files, **how)
         files.remove()

@@ -6,7 +6,7 @@ import copy
 import errno
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import fluxtrain
-from fluxtrain.core.device import spill
+from fluxtrain.core.device import disk, spill
 from fluxtrain.core.device.arena import HostArena
 from fluxtrain.core.device.disk import sum_of
 from fluxtrain.core.memory.states_on_disk import OnDisk
@@ -24,12 +24,12 @@ from fluxtrain.core.optimizer import optimizer_state
 from fluxtrain.core.wrap.engine import Engine, engine_of
 from fluxtrain.core.wrap.grouping import facts_of
 from fluxtrain.core.wrap.wrap import wrap_placed
-from fluxtrain.errors import BadInput, DoesNotFit, ReadFailed
+from fluxtrain.errors import BadInput, DoesNotFit, MisusedModel, NoSpace, ReadFailed
 from fluxtrain.plan import states as state_formats
 from fluxtrain.plan.capacity import CardCapacity, CardsCapacity
 from fluxtrain.plan.choose import place
 from fluxtrain.plan.footprint import Layout, footprint
-from fluxtrain.plan.group_placement import Tier
+from fluxtrain.plan.group_placement import Kind, Tier
 from fluxtrain.plan.request import ParallelRequest, RunRequest
 from fluxtrain.plan.states import StateFormat
 from fluxtrain.train.checkpoint.checkpoint import read_checkpoint, write_checkpoint
@@ -39,24 +39,36 @@ from tests.placements import placement_of
 
 RECORD_BYTES = 64 << 10  # a matrix of the model takes more than one
 LEAST = 100
+ALSO: list[tuple[Kind, ...]] = [(), ("weights",), ("gradients", "weights")]
 FORMATS = pytest.mark.parametrize("states", ["fp32", "bf16", "8bit"])
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spill, "RECORD_BYTES", RECORD_BYTES)
-    monkeypatch.setattr(spill, "BLOCK_BYTES", 16 << 10)
+    for module in (spill, disk):
+        monkeypatch.setattr(module, "BLOCK_BYTES", 8 << 10)
     monkeypatch.setattr(state_formats, "LEAST_LOW_BIT", LEAST)
 
 
-def placed(model: nn.Module, states: StateFormat, folder: Path, away: int, **counts: Any) -> Any:
-    """Return a placement with the states of `away` groups on disk; -1: of all."""
+def placed(
+    model: nn.Module,
+    states: StateFormat,
+    folder: Path,
+    away: int,
+    also: Sequence[Kind] = (),
+    **counts: Any,
+) -> Any:
+    """Return a placement with the states of `away` groups on disk; -1: of all. also: what else of
+    the blocks among them."""
     facts = facts_of(model, states)
     layout = Layout(**{"offload": "weights", "chunk_rows": 2, **counts})
     made = placement_of(facts, layout, footprint(facts, layout, has_gpu=False))
     rows = [r if r.is_on("device") else replace(r, state="disk") for r in made.groups]
     stay = len(rows) if away < 0 else away
     rows = [*rows[:stay], *made.groups[stay:]]
+    more: dict[str, Any] = dict.fromkeys(also, "disk")
+    rows = [replace(r, **more) if r.state == "disk" and r.kind == "block" else r for r in rows]
     return replace(made, groups=tuple(rows), spill_folder=str(folder))
 
 
@@ -126,11 +138,13 @@ def on_disk(model: nn.Module) -> Engine:
 
 
 @FORMATS
+@pytest.mark.parametrize("also", ALSO, ids=len)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.thinned(3)
 def test_every_format_has_the_bits_of_memory(
-    tmp_path: Path, states: StateFormat, dtype: torch.dtype
+    tmp_path: Path, states: StateFormat, dtype: torch.dtype, also: Sequence[Kind]
 ) -> None:
-    models = [wrapped(tmp_path, states, away, dtype) for away in (0, -1)]
+    models = [wrapped(tmp_path, states, away, dtype, also=also) for away in (0, -1)]
     losses = [train(model, adamw(model), range(3)) for model in models]
     assert losses[0] == losses[1]
     assert_same(*map(shards, models))
@@ -144,7 +158,16 @@ def test_every_format_has_the_bits_of_memory(
 
 @pytest.mark.parametrize(
     "how",
-    [{"passes": 3}, {"norm": None}, {"away": 3}, {"device_groups": 2}, {"deferred_moments": True}],
+    [
+        {"passes": 3},
+        {"norm": None},
+        {"norm": None, "also": ALSO[1]},
+        {"passes": 3, "also": ALSO[1]},
+        {"away": 3, "also": ALSO[2]},
+        {"device_groups": 2, "also": ALSO[2]},
+        {"resident_blocks": 1, "also": ALSO[2]},
+        {"deferred_moments": True, "also": ALSO[2]},
+    ],
     ids=str,
 )
 def test_every_way_to_step_has_the_bits_of_memory(tmp_path: Path, how: dict[str, Any]) -> None:
@@ -281,6 +304,56 @@ def test_states_move_between_disk_host_and_device_and_back(tmp_path: Path) -> No
     assert_same(shards(model), shards(wanted))
 
 
+def test_weights_and_gradients_on_disk_are_values_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = [wrapped(tmp_path, "8bit", away, also=ALSO[2]) for away in (0, -1)]
+    for model in models:
+        train(model, adamw(model), range(2))
+    held, there = (model.state_dict() for model in models)
+    assert all(torch.equal(value, there[name]) for name, value in held.items())
+    assert not any(tmp_path.iterdir())
+    ids = torch.arange(48).view(2, 24)
+    norms = []
+    for model in models:
+        model(input_ids=ids, labels=ids).loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1e9)))
+    assert norms[0] == norms[1]
+    weight = models[1].get_submodule("model.layers.0.mlp.up_proj").weight
+    again = models[1](input_ids=ids, labels=ids).loss
+    with pytest.raises(MisusedModel, match="live on disk, which takes one backward pass"):
+        again.backward()
+    with pytest.raises(MisusedModel, match="lives on disk"):
+        weight.grad.sum()
+    with pytest.raises(MisusedModel, match="or on disk"), torch.no_grad():
+        weight.mul_(2.0)
+    models[1].zero_grad()
+    with monkeypatch.context() as patched:
+        patched.setattr(optimizer_state, "memory_left", lambda: (1 << 30, 1 << 10))
+        with pytest.raises(DoesNotFit, match="of weights live on disk"):
+            fluxtrain.unwrap(models[1])
+    plain = [dict(fluxtrain.unwrap(model).named_parameters()) for model in models]
+    for name, parameter in plain[0].items():
+        assert torch.equal(parameter, plain[1][name])
+
+
+def test_an_error_while_gradients_are_stored_ends_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = wrapped(tmp_path, also=ALSO[2])
+    optimizer = adamw(model)
+    train(model, optimizer, range(1))
+    shards(model)  # nothing is written any more
+
+    def fails(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwritev", fails)
+    with pytest.raises(NoSpace):
+        train(model, optimizer, range(1, 2))
+        engine_of(model).flush()
+
+
 def test_a_flipped_bit_is_read_again_and_then_ends_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -337,10 +410,11 @@ def test_folders_that_cannot_hold_states_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DoesNotFit, match="are to live in .* is free there"):
         spill.Spill(tmp_path).make_room(1 << 50)
     model = llama(64)
-    rows = placed(model, "fp32", tmp_path, 0)
-    rows = replace(rows, groups=tuple(replace(r, gradients="disk") for r in rows.groups))
-    with pytest.raises(BadInput, match="gradients cannot live on disk"):
-        wrap_placed(model, "cpu", rows, states="fp32", frozen="plain")
+    for kind in ("gradients", "weights"):
+        rows = placed(model, "fp32", tmp_path, 0)
+        rows = replace(rows, groups=tuple(replace(r, **{kind: "disk"}) for r in rows.groups))
+        with pytest.raises(BadInput, match=f"{kind} cannot live on disk"):
+            wrap_placed(model, "cpu", rows, states="fp32", frozen="plain")
 
 
 @pytest.fixture

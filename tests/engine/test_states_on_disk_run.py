@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fluxtrain.core.device import spill
+from fluxtrain.core.device import disk, spill
 from fluxtrain.errors import DoesNotFit, Interrupted
 from fluxtrain.events import events as ev
 from fluxtrain.plan.placement import Placement
@@ -41,19 +41,25 @@ MakeConfig = Callable[..., Path]
 DEMO = ["--set", "placement.host_gib=0.075", "--set", "placement.device=cpu"]
 
 
-def spilled(plan: Placement, folder: str) -> Placement:
+def spilled(plan: Placement, folder: str, *, also: bool) -> Placement:
     """All states on disk: a host small enough for that has no room for a run."""
-    rows = tuple(r if r.is_on("device") else replace(r, state="disk") for r in plan.groups)
-    return replace(plan, groups=rows, spill_folder=folder)
+    rows = [r if r.is_on("device") else replace(r, state="disk") for r in plan.groups]
+    if also:
+        more: dict[str, Any] = {"weights": "disk"}
+        more |= {} if plan.optimizer_in_backward else {"gradients": "disk"}
+        rows = [replace(r, **more) if r.kind == "block" else r for r in rows]
+    return replace(plan, groups=tuple(rows), spill_folder=folder)
 
 
-def on_disk(patch: pytest.MonkeyPatch) -> None:
-    """Let the runs that follow have their states on disk."""
+def on_disk(patch: pytest.MonkeyPatch, *, also: bool = True) -> None:
+    """Let the runs that follow have their states on disk, with gradients and weights of blocks."""
     real = placing.place
     patch.setattr(spill, "RECORD_BYTES", 64 << 10)
+    for module in (spill, disk):
+        patch.setattr(module, "BLOCK_BYTES", 8 << 10)
 
     def small(*args: Any, **kwargs: Any) -> Placement:
-        return spilled(real(*args, **kwargs), kwargs["spill"].folder)
+        return spilled(real(*args, **kwargs), kwargs["spill"].folder, also=also)
 
     patch.setattr(placing, "place", small)
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from fluxtrain.core.device import spill
+from fluxtrain.core.device import disk, spill
 from fluxtrain.plan import states as state_formats
+from fluxtrain.plan.group_placement import Kind
 from fluxtrain.plan.states import StateFormat
 from tests.engine.test_states_on_disk import (
+    ALSO,
     LEAST,
     RECORD_BYTES,
     adamw,
@@ -30,6 +32,8 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(autouse=True)
 def exact_and_small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(spill, "RECORD_BYTES", RECORD_BYTES)
+    for module in (spill, disk):
+        monkeypatch.setattr(module, "BLOCK_BYTES", 8 << 10)
     monkeypatch.setattr(state_formats, "LEAST_LOW_BIT", LEAST)
     with exactly():
         yield
@@ -37,10 +41,11 @@ def exact_and_small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("states", ["fp32", "bf16", "8bit"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("also", ALSO, ids=len)
 def test_every_format_has_the_bits_of_memory(
-    tmp_path: Path, states: StateFormat, dtype: torch.dtype
+    tmp_path: Path, states: StateFormat, dtype: torch.dtype, also: Sequence[Kind]
 ) -> None:
-    models = [wrapped(tmp_path, states, away, dtype, device="cuda") for away in (0, -1)]
+    models = [wrapped(tmp_path, states, at, dtype, device="cuda", also=also) for at in (0, -1)]
     losses = [train(model, adamw(model), range(6)) for model in models]
     assert losses[0] == losses[1]
     assert_same(*map(shards, models))
@@ -49,7 +54,15 @@ def test_every_format_has_the_bits_of_memory(
 
 @pytest.mark.parametrize(
     "how",
-    [{"passes": 3}, {"norm": None}, {"device_groups": 2}, {"deferred_moments": True}],
+    [
+        {"passes": 3},
+        {"norm": None},
+        {"norm": None, "also": ("weights",)},
+        {"device_groups": 2},
+        {"device_groups": 2, "also": ("gradients", "weights")},
+        {"deferred_moments": True},
+        {"resident_blocks": 1, "also": ("gradients", "weights")},
+    ],
     ids=str,
 )
 def test_every_way_to_step_has_the_bits_of_memory(tmp_path: Path, how: dict[str, Any]) -> None:

@@ -140,7 +140,7 @@ def test_it_is_never_chosen_but_named_with_its_cost() -> None:
             80, replace(SPILL, unusable="optimizer states cannot live in /x, which is in memory")
         )
     with pytest.raises(DoesNotFit) as refused:
-        planned(8, disk="auto")
+        planned(3, disk="auto")
     assert "placement.disk" not in str(refused.value)  # it would not help
 
 

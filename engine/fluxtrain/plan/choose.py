@@ -49,7 +49,7 @@ from fluxtrain.plan.footprint import (
     kept_count,
     left_on_device,
 )
-from fluxtrain.plan.group_placement import GroupPlacement, table_of
+from fluxtrain.plan.group_placement import GroupPlacement, disk_counts, table_of
 from fluxtrain.plan.heads import HeadDealing
 from fluxtrain.plan.placement import (
     CardLayout,
@@ -463,8 +463,7 @@ def _layout_of(dealt: Assignment, cards: Sequence[CardLayout], request: RunReque
         offload=max((layout.offload for layout in layouts), key=OFFLOADS.index),
         device_groups=sum(row.weights == "device" for row in rows),
         resident_blocks=sum(row.resident and row.kind == "block" for row in rows),
-        disk_groups=sum(row.weights == "disk" for row in rows),
-        disk_states=sum(row.state == "disk" for row in rows),
+        **disk_counts((group for one in cards for group in one.facts.groups), rows),
         blocks_without_recompute=sum(kept_count(one.facts, one.layout) for one in cards),
         activations="host" if away else "device",
         activations_on_device=sum(layout.activations_on_device for layout in away),

@@ -68,6 +68,9 @@ SAVED_FILE_BYTES = 4_000_000_000  # of a saved model (models/export.py), or one 
 HEAP_BYTES = 64 << 20
 
 
+DISK_COUNTS = ("disk_groups", "disk_states", "disk_gradients", "disk_weights")  # of a `Layout`
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """One way to run the model."""
@@ -78,6 +81,8 @@ class Layout:
     resident_blocks: int = 0  # of those on the host; with `optimizer` all
     disk_groups: int = 0  # of the blocks on the host, those with frozen weights on disk: `on_disk`
     disk_states: int = 0  # of the groups on the host, with optimizer states on disk: `spilled`
+    disk_gradients: int = 0  # of the blocks among these, with gradients there, too: `may_follow`
+    disk_weights: int = 0  # likewise, with their trained weights
     blocks_without_recompute: int = 0  # of those whose weights are on the device, or all of them
     activations: InputsOn = "device"  # where they wait; with `max` on the host, whatever is said
     activations_on_device: int = 0  # of so many last blocks they stay there all the same
@@ -164,9 +169,9 @@ def footprint(facts: ModelFacts, layout: Layout, *, has_gpu: bool) -> Footprint:
     away = spilled(facts, layout)
     arenas = weights_on_host_bytes(facts, layout) + on_host.state_bytes
     arenas += spill_buffer_bytes(away) - sum(group.state_bytes for group in away)
-    arenas += _gradients_on_host(on_host, layout)
+    arenas += _gradients_on_host(facts, on_host, layout)
     arenas += by_rows.host_bytes(layout.passes) if by_rows is not None else 0
-    arenas += DISK_RING_BYTES if layout.disk_groups else 0
+    arenas += DISK_RING_BYTES if layout.disk_groups or layout.disk_weights else 0
     host = arenas + block_inputs_on_host_bytes(facts, layout)
     return Footprint(
         **device,
@@ -178,6 +183,7 @@ def footprint(facts: ModelFacts, layout: Layout, *, has_gpu: bool) -> Footprint:
 def weights_on_host_bytes(facts: ModelFacts, layout: Layout) -> int:
     """Return the bytes of weights that the host holds: not those on disk."""
     away = sum(group.file_bytes for group in on_disk(facts, layout))
+    away += sum(group.weight_bytes for group in trained_on_disk(facts, layout))
     return by_tier(facts, layout)["host"].weight_bytes - away
 
 
@@ -212,15 +218,47 @@ def may_be_spilled(facts: ModelFacts, layout: Layout) -> list[GroupFacts]:
     return [*(blocks[at] for at in spread(len(blocks))), *edges]
 
 
+def may_follow(facts: ModelFacts, layout: Layout) -> list[GroupFacts]:
+    """Return the blocks whose gradients and weights may follow their states to disk, in the order
+    in which they do: those without frozen weights."""
+    spilled = may_be_spilled(facts, layout)
+    return [group for group in spilled if group.kind == "block" and not group.frozen]
+
+
+def gradients_on_disk(facts: ModelFacts, layout: Layout) -> list[GroupFacts]:
+    """Return the blocks whose gradients live on disk."""
+    return may_follow(facts, layout)[: layout.disk_gradients] if layout.disk_gradients else []
+
+
+def trained_on_disk(facts: ModelFacts, layout: Layout) -> list[GroupFacts]:
+    """Return the blocks whose trained weights live on disk."""
+    return may_follow(facts, layout)[: layout.disk_weights] if layout.disk_weights else []
+
+
+def spill_bytes(facts: ModelFacts, layout: Layout) -> int:
+    """Return the bytes on disk that a step reads and writes, which take as much room there."""
+    states = sum(group.state_bytes for group in spilled(facts, layout))
+    gradients = sum(group.rounded_bytes for group in gradients_on_disk(facts, layout))
+    return states + gradients + sum(g.weight_bytes for g in trained_on_disk(facts, layout))
+
+
 def spill_buffer_bytes(away: Sequence[GroupFacts]) -> int:
     """Return the bytes of the buffers that these groups' states on disk pass through."""
     largest = max((group.state_bytes for group in away), default=0)
     return RECORD_BUFFERS * min(RECORD_BYTES, largest)
 
 
-def _gradients_on_host(on_host: Groups, layout: Layout) -> int:
+def gradient_ring_bytes(groups: Sequence[GroupFacts]) -> int:
+    """Return the bytes of the host buffers that gradients pass through on their way to disk."""
+    counts = Counter(group.rounded_bytes for group in groups)
+    return sum(min(count, ring_depth(size)) * size for size, count in counts.items())
+
+
+def _gradients_on_host(facts: ModelFacts, on_host: Groups, layout: Layout) -> int:
     if not layout.optimizer_in_backward:
-        return on_host.gradient_bytes(accumulates=layout.accumulates)
+        away = gradients_on_disk(facts, layout)
+        passing = gradient_ring_bytes(away) - sum(group.rounded_bytes for group in away)
+        return on_host.gradient_bytes(accumulates=layout.accumulates) + passing
     rings: Counter[tuple[tuple[int, int, int], int]] = Counter()
     for g, count in on_host.alike:
         rings[(g.trained_bf16, g.trained_fp16, g.trained_fp32), g.rounded_bytes] += count

@@ -6,7 +6,8 @@ block computes: through slots that the streamed blocks share, or (`resident`) in
 own, where the copy stays.
 
 On disk live frozen weights of blocks, and optimizer states: the trained weights of such rows, and
-all else, are on the host (`refuse_tiers` of memory/group_memory.py).
+all else, are on the host, unless they followed the states (`refuse_tiers` of
+memory/group_memory.py).
 """
 
 from __future__ import annotations
@@ -18,7 +19,16 @@ from typing import Any, Literal, Protocol, get_args
 from fluxtrain.errors import BadInput
 from fluxtrain.events.events import PlacedAlike
 from fluxtrain.plan.facts import GroupFacts, ModelFacts
-from fluxtrain.plan.footprint import Layout, by_tier, kept_count, on_disk, spilled, streamed
+from fluxtrain.plan.footprint import (
+    Layout,
+    by_tier,
+    gradients_on_disk,
+    kept_count,
+    on_disk,
+    spilled,
+    streamed,
+    trained_on_disk,
+)
 from fluxtrain.plan.heads import comes_apart
 from fluxtrain.plan.states import StorageFormat
 
@@ -35,7 +45,7 @@ class GroupPlacement:
 
     name: str = ""
     kind: Literal["block", "edge"] = "block"
-    weights: Tier = "host"  # disk: the frozen ones, and the trained ones on the host
+    weights: Tier = "host"  # disk: the frozen ones, and trained ones on the host; else the trained
     state: Tier = "host"  # optimizer state: what completes the masters, and the moments
     gradients: Tier = "host"
     storage: StorageFormat = "plain"  # of the weights
@@ -76,6 +86,8 @@ def table_of(facts: ModelFacts, layout: Layout) -> tuple[GroupPlacement, ...]:
     passing = streamed(layout, on_host)
     away = {group.name for group in on_disk(facts, layout)}
     states = {group.name for group in spilled(facts, layout)}
+    gradients = {group.name for group in gradients_on_disk(facts, layout)}
+    away |= {group.name for group in trained_on_disk(facts, layout)}
     rows: list[GroupPlacement] = []
     for group in facts.groups:
         tier: Tier = "device" if group in on_device else "host"
@@ -92,7 +104,20 @@ def table_of(facts: ModelFacts, layout: Layout) -> tuple[GroupPlacement, ...]:
         )
     rows = [replace(row, weights="disk") if row.name in away else row for row in rows]
     rows = [replace(row, state="disk") if row.name in states else row for row in rows]
+    rows = [replace(row, gradients="disk") if row.name in gradients else row for row in rows]
     return _with_activations(rows, layout, kept_count(facts, layout))
+
+
+def disk_counts(groups: Iterable[GroupFacts], rows: Sequence[GroupPlacement]) -> dict[str, Any]:
+    """Count what the rows of these groups have on disk, as fields of a `Layout`."""
+    frozen = {group.name for group in groups if group.file_bytes}
+    away = [row.name in frozen for row in rows if row.weights == "disk"]
+    return {
+        "disk_groups": sum(away),
+        "disk_weights": len(away) - sum(away),
+        "disk_states": sum(row.state == "disk" for row in rows),
+        "disk_gradients": sum(row.gradients == "disk" for row in rows),
+    }
 
 
 def _transfers(facts: ModelFacts, layout: Layout, group: GroupFacts) -> tuple[Transfer, ...]:

@@ -21,9 +21,11 @@ from fluxtrain.plan.footprint import (
     offloading_blocks,
     on_disk,
     slot_count,
+    spill_bytes,
     spilled,
     streamed,
     streamed_count,
+    trained_on_disk,
 )
 from fluxtrain.plan.group_placement import table_of
 from fluxtrain.plan.heads import CHUNKS_GAIN, comes_apart
@@ -378,24 +380,37 @@ def _states_choice(best: Option) -> tuple[ChoiceMade, ...]:
     search = best.cards[EDGES_CARD].search
     limit, home = search.limits.host_bytes, search.spill
     assert home is not None
-    size = sum(group.state_bytes for group in away)
+    size = sum(spill_bytes(one.facts, one.layout) for one in best.cards)
+    twice = [g.weight_bytes for one in best.cards for g in trained_on_disk(one.facts, one.layout)]
     step_s = None if best.time is None else best.time.step_s
     because = (
-        f"as set, the fewest with which the {bytes_text(limit)} that the host may give suffice: "
-        f"{_wear(home, size, step_s)}"
+        f"as set, the fewest with which the {bytes_text(limit)} that the host may give suffice"
+        f"{_followers(best.layout)}: {_wear(home, size, step_s, 2 * sum(twice))}"
     )
     value = f"{len(away)} of {len(best.dealt.facts.groups)} groups"
     return (ChoiceMade(name=STATES_ON_DISK, value=value, because=because),)
 
 
-def _wear(home: DiskHome, size_bytes: int, step_s: float | None = None) -> str:
+def _followers(layout: Layout) -> str:
+    """Say of how many blocks gradients and weights followed the states to disk."""
+    counts = {"gradients": layout.disk_gradients, "weights": layout.disk_weights}
+    told = [f"the {kind} of {count} blocks" for kind, count in counts.items() if count]
+    return f", with {' and '.join(told)}" if told else ""
+
+
+def _wear(
+    home: DiskHome, size_bytes: int, step_s: float | None = None, weights_bytes: int = 0
+) -> str:
     """Say what optimizer states on disk cost: seconds, and writes against what a drive is rated
-    for. step_s: of a predicted step; None: no step is shorter than the disk's part."""
+    for. step_s: of a predicted step; None: no step is shorter than the disk's part. weights_bytes:
+    what forward and backward read besides."""
     size, words = bytes_text(size_bytes), f"in {home.folder}"
     words = f"{size} are read and written each step {words}"
+    if weights_bytes:
+        words += f", and {bytes_text(weights_bytes)} read for forward and backward"
     read, write = home.read_bytes_per_s, home.write_bytes_per_s
     if read and write:
-        disk_s = size_bytes / read + size_bytes / write
+        disk_s = (size_bytes + weights_bytes) / read + size_bytes / write
         step_s = max(step_s or 0.0, disk_s)
         words += (
             f", {duration_text(disk_s)} at the {rate_text(read)} and {rate_text(write)} that the "
@@ -660,10 +675,12 @@ def _with_states_on_disk(search: Search) -> str:
     layout = easier.find()
     if layout is None or not layout.disk_states:
         return ""
-    size = sum(group.state_bytes for group in spilled(search.facts, layout))
+    size = spill_bytes(search.facts, layout)
+    twice = 2 * sum(group.weight_bytes for group in trained_on_disk(search.facts, layout))
     name = "PlacementRequest(disk='on')" if search.facts.row is None else "placement.disk=on"
-    return f"; {name} fits with optimizer states of {layout.disk_states} groups on disk: " + (
-        _wear(home, size)
+    return (
+        f"; {name} fits with optimizer states of {layout.disk_states} groups on disk"
+        f"{_followers(layout)}: {_wear(home, size, None, twice)}"
     )
 
 

@@ -118,7 +118,8 @@ class PlacementRequest:
         "host memory that the plan may use, in GiB; what is available when left out", None
     )
     disk: Annotated[Literal["auto", "on", "off"], BeforeValidator(_as_word)] = _knob(
-        "what lives on disk where the host cannot hold it: on lets optimizer states, which are "
+        "what lives on disk where the host cannot hold it: on lets optimizer states (then "
+        "gradients and weights of blocks, where these are not enough), which are "
         "read and written each step (this wears a drive), auto only frozen weights, which are "
         "read, off nothing; the plan takes the fewest"
     )

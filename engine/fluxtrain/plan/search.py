@@ -13,11 +13,14 @@ from fluxtrain.plan.capacity import DiskHome
 from fluxtrain.plan.depths import DISK_RING_BYTES
 from fluxtrain.plan.facts import Capacity, Head, ModelFacts, Offload
 from fluxtrain.plan.footprint import (
+    DISK_COUNTS,
     Footprint,
     Layout,
     footprint,
+    gradient_ring_bytes,
     keepable_count,
     may_be_spilled,
+    may_follow,
     may_live_on_disk,
     offloading_blocks,
     slot_count,
@@ -105,9 +108,10 @@ class Search:
 
     def settled(self, layout: Layout) -> Layout:
         """Return `layout` with the frozen weights of the fewest blocks on disk, so that the host
-        suffices, then the optimizer states of the fewest groups where that was asked for; all of
-        them where it does not even so. Each costs two passes of the disk a step, so there is
-        nothing to weigh."""
+        suffices, then the optimizer states of the fewest groups where that was asked for, then
+        the gradients and at last the weights of the fewest blocks among them; all of a kind where
+        it does not even so. A byte freed costs two passes of the disk a step, one of weights four,
+        so there is nothing to weigh."""
         return self._settled(layout)[0]
 
     def _settled(self, layout: Layout) -> tuple[Layout, Footprint]:
@@ -118,8 +122,9 @@ class Search:
 
     def _settled_anew(self, layout: Layout) -> tuple[Layout, Footprint]:
         limit, has_gpu = self.limits.host_bytes, self.capacity.has_gpu
-        if layout.disk_groups or layout.disk_states:
-            layout = replace(layout, disk_groups=0, disk_states=0)
+        nothing: dict[str, Any] = dict.fromkeys(DISK_COUNTS, 0)
+        if any(getattr(layout, name) for name in nothing):
+            layout = replace(layout, **nothing)
         need = footprint(self.facts, layout, has_gpu=has_gpu)
         if limit is None:
             return layout, need
@@ -134,6 +139,17 @@ class Search:
             sizes = [group.state_bytes for group in groups]
             layout = replace(layout, disk_states=_fewest(sizes, need.host_bytes - limit + beside))
             need = footprint(self.facts, layout, has_gpu=has_gpu)
+            blocks = may_follow(self.facts, layout)
+            if need.host_bytes > limit and not (layout.optimizer_in_backward or layout.accumulates):
+                sizes = [group.rounded_bytes for group in blocks]
+                over = need.host_bytes - limit + gradient_ring_bytes(blocks)
+                layout = replace(layout, disk_gradients=_fewest(sizes, over))
+                need = footprint(self.facts, layout, has_gpu=has_gpu)
+            if need.host_bytes > limit:
+                sizes = [group.weight_bytes for group in blocks]
+                over = need.host_bytes - limit + DISK_RING_BYTES
+                layout = replace(layout, disk_weights=_fewest(sizes, over))
+                need = footprint(self.facts, layout, has_gpu=has_gpu)
         return layout, need
 
     @property

@@ -384,14 +384,16 @@ class _Share:
             up_forward_s=uneven * up_bytes / self.rates.up,
             up_backward_s=(uneven * group.weight_bytes * streams + input_bytes)
             / self.rates.up_both,
-            read_s=self._read_s(group) * streams * (row.weights == "disk"),
+            read_s=self._read_s(group, row) * (streams or not group.file_bytes),
             streams=streams,
             down_input_s=input_bytes / self.rates.down,
             **gradients,
         )
 
-    def _read_s(self, group: GroupFacts) -> float:
-        return group.file_bytes / (self.host_rates.disk_bytes_per_s or float("inf"))
+    def _read_s(self, group: GroupFacts, row: GroupPlacement) -> float:
+        """Return the seconds in which weights on disk are read for one upload."""
+        size = (group.file_bytes or group.weight_bytes) * (row.weights == "disk")
+        return size / (self.host_rates.disk_bytes_per_s or float("inf"))
 
     def _chunk_s(self, row: GroupPlacement) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Return the seconds of each chunk forward and backward."""
@@ -461,8 +463,10 @@ class _Share:
         down_bytes, rates, spills = group.rounded_bytes, self.host_rates, row.state == "disk"
         deferred = self.layout.deferred_moments and not spills  # it would read them twice
         update_s, moments_s = host_update(group, rates, deferred=deferred)
-        read_s = group.state_bytes / (rates.disk_bytes_per_s or float("inf"))
-        write_s = group.state_bytes / (rates.disk_write_bytes_per_s or float("inf"))
+        there = group.state_bytes + group.rounded_bytes * (row.gradients == "disk")
+        there += group.weight_bytes * (row.weights == "disk" and not group.file_bytes)
+        read_s = there / (rates.disk_bytes_per_s or float("inf"))
+        write_s = there / (rates.disk_write_bytes_per_s or float("inf"))
         ups = [down_bytes, *[wide] * (passes - 2)][: passes - 1]
         downs = [down_bytes, *[wide] * (passes - 1)]
         return {

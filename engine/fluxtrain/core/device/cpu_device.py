@@ -90,11 +90,14 @@ class CpuDevice(Device):
         return CpuTransfer(future, self.stalls)
 
     def upload_files(
-        self, to: Tensor, parts: Sequence[FilePart], free: Any, follows: Sequence[Transfer]
-    ) -> Transfer:
+        self, to: Tensor, parts: Sequence[FilePart], free: Any, follows: Sequence[Transfer],
+        after: Future[None] | None = None,
+    ) -> Transfer:  # fmt: skip
         disk = self.disk
 
         def job() -> tuple[float, float]:
+            if after is not None:
+                after.result()
             started_s = time.perf_counter()
             disk.copy(to, parts, _copy_now)
             for earlier in follows:

@@ -166,8 +166,9 @@ class CudaDevice(Device):
         return transfer
 
     def upload_files(
-        self, to: Tensor, parts: Sequence[FilePart], free: Any, follows: Sequence[Transfer]
-    ) -> Transfer:
+        self, to: Tensor, parts: Sequence[FilePart], free: Any, follows: Sequence[Transfer],
+        after: Future[None] | None = None,
+    ) -> Transfer:  # fmt: skip
         transfer = CudaTransfer(self.stalls, self._current, late="disk")
         disk = self.disk
 
@@ -176,7 +177,16 @@ class CudaDevice(Device):
             for earlier in follows:
                 earlier.wait_host()
 
-        disk.worker.submit(partial(transfer.issue, self._up, copy, _points(free)))
+        def work() -> None:
+            try:
+                if after is not None:
+                    after.result()
+            except BaseException as error:
+                transfer.fail(error)
+                raise
+            transfer.issue(self._up, copy, _points(free))
+
+        disk.worker.submit(work)
         return transfer
 
     def download(self, to: Tensor, source: Tensor) -> Transfer:

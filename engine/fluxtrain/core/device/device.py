@@ -88,10 +88,12 @@ class Device:
         raise NotImplementedError
 
     def upload_files(
-        self, to: Tensor, parts: Sequence[FilePart], free: Any, follows: Sequence[Transfer]
-    ) -> Transfer:
-        """Copy files to their places in device `to` once the point `free` has passed; the transfer
-        arrives when `follows` have, too. It delays no other upload."""
+        self, to: Tensor, parts: Sequence[FilePart], free: Any, follows: Sequence[Transfer],
+        after: Future[None] | None = None,
+    ) -> Transfer:  # fmt: skip
+        """Copy files to their places in device `to` once the update `after` is done and the point
+        `free` has passed; the transfer arrives when `follows` have, too. It delays no other
+        upload but of files."""
         raise NotImplementedError
 
     def download(self, to: Tensor, source: Tensor) -> Transfer:

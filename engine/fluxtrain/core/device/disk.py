@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import xxhash
@@ -138,7 +139,17 @@ class WeightsFile:
                 os.close(self._fd)
 
 
-FilePart = tuple[int, WeightsFile]  # where its bytes begin in a copy of the group
+class WeightsSource(Protocol):
+    """What `DiskReads` reads blocks of: a `WeightsFile`, or a part of the scratch file."""
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    def read(self, number: int, into: Tensor) -> None:
+        """Read a block to the beginning of `into`, as `WeightsFile.read`."""
+
+
+FilePart = tuple[int, WeightsSource]  # where its bytes begin in a copy of the group
 
 
 class DiskReads:
@@ -187,7 +198,7 @@ class DiskReads:
         self._readers.shutdown()
 
 
-def _blocks(to: Tensor, parts: Sequence[FilePart]) -> Iterator[tuple[Tensor, WeightsFile, int]]:
+def _blocks(to: Tensor, parts: Sequence[FilePart]) -> Iterator[tuple[Tensor, WeightsSource, int]]:
     """Yield the place in `to`, the file and the number of each block."""
     for offset, file in parts:
         whole = to[offset : offset + file.size_bytes]

@@ -5,24 +5,26 @@ from it. Reads and writes pass by the page cache in blocks, on a few threads. Ea
 sum in memory; one that is read wrong is read again, and then refused.
 
 Who waits: `take` for the reads of its record; these for a free buffer, and for the record's last
-write; a buffer is free once its blocks are written. Everybody else (checkpoints, moves) reads parts
-of records when no update of them can begin, and writes them when none is queued.
+write; a buffer is free once its blocks are written. Everybody else (checkpoints, moves, gradients)
+reads and writes parts of records when no update of them can begin.
 """
 
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from io import FileIO
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,8 +53,18 @@ class Record:
     def __init__(self, start: int, size_bytes: int) -> None:
         self.start, self.size_bytes = start, size_bytes
         self.sums: list[int | None] = [None] * -(-size_bytes // BLOCK_BYTES)
+        self.kept = len(self.sums)  # blocks that an update writes back
+        self.lock: AbstractContextManager[Any] = nullcontext()  # of blocks read as parts change
         self.updated: Future[None] | None = None  # the newest update that is queued, and written
         self.changed: Future[None] | None = None  # the newest one that has begun, and written
+
+    def keep(self, size_bytes: int) -> None:
+        """Let updates write back no more than the first bytes, where these are whole blocks; what
+        is behind is written while others read."""
+        if size_bytes % BLOCK_BYTES == 0:
+            self.kept = size_bytes // BLOCK_BYTES
+        else:
+            self.lock = threading.Lock()
 
     def block(self, number: int) -> slice:
         """Return the range of a block in the record."""
@@ -63,8 +75,8 @@ class Record:
 class Awaited:
     """A record that is read ahead for one update: to be taken, or dropped."""
 
-    def __init__(self, record: Record) -> None:
-        self.record, self.before = record, record.updated
+    def __init__(self, record: Record, after: Future[None] | None) -> None:
+        self.record, self.before, self.after = record, record.updated, after
         self.done: Future[None] = Future()  # it is dropped, or written; never fails
         self.dropped = False
         self.got: Future[tuple[Tensor, list[Future[None]]]] = Future()  # buffer and reads
@@ -113,6 +125,19 @@ class Spill:
             ) from error
         self._room_bytes += more
 
+    def mapping(self, size_bytes: int) -> mmap.mmap:
+        """Return memory in another file without a name, whose pages the system may drop. Raises
+        NoSpace."""
+        with FileIO(_unnamed_file(self.folder), "r+") as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, size_bytes)
+            except OSError as error:
+                raise NoSpace(
+                    f"{bytes_text(size_bytes)} of weights on disk are to be copied in "
+                    f"{self.folder} ({error.strerror}): make room there"
+                ) from error
+            return mmap.mmap(file.fileno(), size_bytes)
+
     def record(self, size_bytes: int) -> Record:
         """Return a record of zeros. Raises as `make_room`."""
         size_bytes = in_pages(size_bytes)
@@ -143,7 +168,7 @@ class Spill:
         self._fd = self._file.fileno()
         self.is_direct = set_direct(self._fd, writes=True)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="flux-spill-io")
-        self._orders = Worker("flux-spill")
+        self._orders, self._stores = Worker("flux-spill"), Worker("flux-spill-store")
         size = self.record_bytes
         self._arena = HostArena(RECORD_BUFFERS * size, pin=False)  # its pages come with use
         for start in range(0, RECORD_BUFFERS * size, size):
@@ -173,13 +198,16 @@ class Spill:
 
     # -- the way of updates ------------------------------------------------------------------------
 
-    def expect(self, record: Record) -> Awaited:
-        """Read a record ahead; records are taken or dropped in the order of these calls."""
-        awaited = Awaited(record)
+    def expect(self, record: Record, after: Future[None] | None = None) -> Awaited:
+        """Read a record ahead, once `after` is done; records are taken or dropped in the order of
+        these calls."""
+        awaited = Awaited(record, after)
         self._orders.submit(partial(self._fetch, awaited))
         return awaited
 
     def _fetch(self, awaited: Awaited) -> None:
+        if awaited.after is not None:
+            wait([awaited.after])
         buffer = self._free.get()
         reads: list[Future[None]] = []
         record = awaited.record
@@ -226,7 +254,7 @@ class Spill:
 
     def _write_behind(self, awaited: Awaited, buffer: Tensor) -> None:
         record = awaited.record
-        left = len(record.sums)
+        left = record.kept
 
         def one_less(write: Future[None]) -> None:
             nonlocal left
@@ -239,10 +267,14 @@ class Spill:
                 self._free.put(buffer)
                 awaited.done.set_result(None)
 
-        for number in range(len(record.sums)):
+        for number in range(record.kept):
             source = buffer[record.block(number)]
             write = self._threads.submit(self._write_block, record, number, source)
             write.add_done_callback(one_less)
+
+    def submit(self, job: Callable[[], None]) -> Future[None]:
+        """Run a job that writes, behind earlier ones, on a thread of its own."""
+        return self._stores.submit(job)
 
     # -- the way of everybody else -----------------------------------------------------------------
 
@@ -264,15 +296,19 @@ class Spill:
         ReadFailed."""
 
         def one(number: int) -> None:
-            page = HostArena(BLOCK_BYTES, pin=False).tensor(torch.uint8, BLOCK_BYTES, 0)
             block = record.block(number)
             mine, theirs = _overlap(block, start, source.nbytes)
+            part = source[theirs]
+            if part.nbytes == block.stop - block.start and part.data_ptr() % PAGE_BYTES == 0:
+                self._write_block(record, number, part)
+                return
+            page = HostArena(BLOCK_BYTES, pin=False).tensor(torch.uint8, BLOCK_BYTES, 0)
             if mine.stop - mine.start < block.stop - block.start:
                 self._read_block(record, number, page)
-            page[mine].copy_(source[theirs])
+            page[mine].copy_(part)
             self._write_block(record, number, page[: block.stop - block.start])
 
-        _wait_for(record.updated)
+        _wait_for(record.changed)
         self._each_block(one, record, start, source.nbytes)
 
     def _each_block(
@@ -291,6 +327,13 @@ class Spill:
 
     # -- blocks ------------------------------------------------------------------------------------
 
+    def read_block(self, record: Record, number: int, into: Tensor) -> None:
+        """Read a block to the beginning of `into`, once no update changes it. Raises
+        ReadFailed."""
+        _wait_for(record.changed)
+        self._refuse_failed()
+        self._read_block(record, number, into)
+
     def _read_block(self, record: Record, number: int, into: Tensor) -> None:
         """Read a block to the beginning of `into`, which begins at a page. Raises ReadFailed."""
         wanted, block = record.sums[number], record.block(number)
@@ -298,7 +341,10 @@ class Spill:
         if wanted is None:
             into[:size].zero_()
             return
-        trouble = self._try_read(record.start + block.start, into[:size], wanted)
+        with record.lock:
+            wanted = record.sums[number]
+            assert wanted is not None
+            trouble = self._try_read(record.start + block.start, into[:size], wanted)
         if not trouble:
             return
         if again := self._try_read(record.start + block.start, into[:size], wanted):
@@ -326,7 +372,12 @@ class Spill:
     def _write_block(self, record: Record, number: int, source: Tensor) -> None:
         """Write a block, in a second attempt too. Raises NoSpace, else ReadFailed."""
         at, view = record.start + record.block(number).start, source.numpy().data
-        record.sums[number] = sum_of(source)
+        with record.lock:
+            record.sums[number] = sum_of(source)
+            self._try_write(at, view, source)
+        self._count(written=source.nbytes)
+
+    def _try_write(self, at: int, view: memoryview, source: Tensor) -> None:
         for is_last in (False, True):
             done = 0
             try:
@@ -341,7 +392,6 @@ class Spill:
                         f"{bytes_text(source.nbytes)} of optimizer states cannot be written to "
                         f"{self.folder} ({error.strerror}): {_CURE}"
                     ) from error
-        self._count(written=source.nbytes)
 
     def _count(self, read: int = 0, written: int = 0) -> None:
         with self._lock:
@@ -369,6 +419,7 @@ class Spill:
             return
         self._closed = True
         self._free.put(torch.empty(0, dtype=torch.uint8))  # for a read of what nobody takes
+        self._stores.close()
         self._orders.close()
         self._threads.shutdown()
         self._file.close()
@@ -383,6 +434,17 @@ def _wait_for(update: Future[None] | None) -> None:
 def in_pages(size_bytes: int) -> int:
     """Round up to whole pages, as reads and writes past the page cache are."""
     return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def block_elements(itemsize: int) -> int:
+    """Return how many elements fill a block."""
+    return BLOCK_BYTES // itemsize
+
+
+def apart(offset: int, size_bytes: int) -> int:
+    """Return where a part of a record begins at `offset` or behind it: at a block of its own if
+    there are `size_bytes` of a block or more to keep apart."""
+    return -(-offset // BLOCK_BYTES) * BLOCK_BYTES if size_bytes >= BLOCK_BYTES else offset
 
 
 def _overlap(block: slice, start: int, size_bytes: int) -> tuple[slice, slice]:

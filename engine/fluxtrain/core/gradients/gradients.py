@@ -292,6 +292,7 @@ class FlatSum:
         exchanged = self._sent is not None
         stored = self._store_on_device(again) if stays else self._download(again, exchanged)
         host.arrivals[group] = stored
+        host.store_on_disk(group)
         for index in self._touched:
             group.members[index].has_gradient = True
 

@@ -25,6 +25,7 @@ from fluxtrain.core.gradients.row_sum import RowSum, RowTransfer, Scatter
 from fluxtrain.core.memory.group import Group
 from fluxtrain.core.memory.segment import Member, Segment
 from fluxtrain.core.ranks.exchange import NOT_EXCHANGED, Exchange
+from fluxtrain.errors import MisusedModel
 from fluxtrain.plan.depths import ring_depth, staging_depth, sum_depth
 
 Report = Callable[[Group, Transfer, int], None]  # group, the copy, bytes
@@ -107,11 +108,31 @@ class HostGradients:
 
     def allocate(self, group: Group, *, passing: bool) -> None:
         """Allocate memory for the group's gradients; passing: only until its update, which follows
-        at once. Waits for an earlier group's update when all of that memory is lent."""
-        if passing and not group.is_on("device", "gradients"):
+        at once. Gradients on disk have it until they are written there. Waits for an earlier
+        group when all of that memory is lent."""
+        to_disk = group.is_on("disk", "gradients")
+        if to_disk or (passing and not group.is_on("device", "gradients")):
             self._ring.lend(group)
         else:
             self.keep_memory(group)
+
+    def store_on_disk(self, group: Group) -> None:
+        """Begin to write gradients that live on disk, once they have arrived; the update waits."""
+        if not group.is_on("disk", "gradients"):
+            return
+        transfers, segments = self.arrivals[group].transfers, group.trained
+        homes = [(s.on_disk, s.gradient_on_disk, s.gradient) for s in segments]
+
+        def store() -> None:
+            for transfer in transfers:
+                transfer.wait_host()
+            for _, there, flat in homes:
+                assert there is not None
+                there.copy_(flat)
+
+        states = homes[0][0]
+        assert states is not None, "gradients on disk are in the records of the states"
+        group.jobs.storing = states.spill.submit(store)
 
     def keep_memory(self, group: Group) -> None:
         """Give the group's gradients their own memory from now on."""
@@ -226,6 +247,11 @@ class HostGradients:
         """Prefetch the host's accumulated gradient before this group's backward, as much of it as
         there are buffers for."""
         taken: Counter[int] = Counter()
+        if group.is_on("disk", "gradients") and any(m.has_gradient for m in group.members):
+            raise MisusedModel(
+                f"gradients of {group.name} live on disk, which takes one backward pass a step: "
+                "use one batch a step, or plan the accumulation (placement's passes)"
+            )
         for segment in group.trained if not group.is_on("device", "gradients") else ():
             size = segment.size_bytes
             if not any(member.has_gradient for member in segment.members):
@@ -480,6 +506,8 @@ class GradientRing:
         else:
             oldest = borrowers.popleft()
             oldest.jobs.wait()
+            if oldest.jobs.storing is not None:
+                oldest.jobs.storing.result()
             group.memory.take_gradients_of(oldest.memory)
         borrowers.append(group)
 

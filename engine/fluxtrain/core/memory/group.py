@@ -29,7 +29,13 @@ class GroupJobs:
     def __init__(self) -> None:
         self.pending: Future[None] | None = None  # an update under way: its weights
         self.moments: Job | None = None  # what of an update comes after its weights
+        self.storing: Future[None] | None = None  # this step's gradients, on their way to the disk
         self.saving: Future[None] | None = None  # a copy for a checkpoint, before the next update
+
+    @property
+    def before_update(self) -> list[Job]:
+        """Return what the next update comes after."""
+        return [job for job in (self.pending, self.moments, self.storing) if job is not None]
 
     @property
     def under_way(self) -> bool:

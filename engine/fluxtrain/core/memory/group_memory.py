@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fluxtrain.core.device.arena import HostArena, aligned, device_flat, own_storage_view
-from fluxtrain.core.device.disk import FilePart
+from fluxtrain.core.device.disk import FilePart, WeightsFile
 from fluxtrain.core.device.spill import Spill
 from fluxtrain.core.memory.group_layout import GroupLayout
 from fluxtrain.core.memory.mapped import drop
@@ -35,16 +35,22 @@ Span = tuple[torch.dtype, int, int]  # of a flat tensor: dtype, elements, offset
 def refuse_tiers(rows: Iterable[GroupPlacement], *, on_disk: Collection[str] = ()) -> None:
     """Raise BadInput for rows with tiers that no code can move bytes to or from.
 
-    Frozen weights of blocks can be on disk, and optimizer states next to weights and gradients on
-    the host. on_disk: names of the groups whose weights files can hold.
+    Frozen weights of blocks can be on disk, optimizer states next to weights and gradients on
+    the host, and of blocks with states there gradients and weights, too. on_disk: names of the
+    groups whose weights files can hold.
     """
     for row in rows:
-        if row.is_on("disk", "gradients"):
-            raise BadInput(f"{row.name}: gradients cannot live on disk: use device or host")
-        if row.is_on("disk") and row.name not in on_disk:
+        may_follow = row.is_on("disk", "state") and row.kind == "block"
+        if row.is_on("disk", "gradients") and not may_follow:
+            raise BadInput(
+                f"{row.name}: gradients cannot live on disk here: that needs a block whose "
+                "optimizer states are there: use device or host"
+            )
+        if row.is_on("disk") and row.name not in on_disk and not may_follow:
             raise BadInput(
                 f"{row.name}: weights cannot live on disk here: that needs a block with frozen "
-                "weights, and the cache of a run with model.packed_cache=true: use device or host"
+                "weights, and the cache of a run with model.packed_cache=true, or one whose "
+                "optimizer states are there: use device or host"
             )
         tiers = {"host" if row.is_on("disk", kind) else row.tier_of(kind) for kind in KINDS}
         if len(tiers) > 1:
@@ -115,6 +121,9 @@ class GroupMemory:
         earlier start. `drops`: give back the pages of files that the weights came from, of a model
         that nothing else reads."""
         self.flat_weights, weights = self._allocate_weights()
+        if self.trained_on_disk or self.placement.is_on("disk", "gradients"):
+            for segment in self._trained:
+                segment.on_disk = self._states_on_disk(segment)
         for segment in self._in_files if self.placement.is_on("disk") else ():
             assert kept is not None, "refuse_tiers lets no weights on disk without a cache"
             put_in_file(segment, self._name, kept, drops=drops)
@@ -124,9 +133,9 @@ class GroupMemory:
                 pack_segment(segment, self._name, kept, drops=drops)
         for member in self._members:
             view = self._view_of(member)
-            if member.segment.has_values:
+            if member.segment.has_values or member.segment.weights_on_disk is not None:
                 with torch.no_grad():
-                    view.copy_(member.parameter.detach())
+                    (member.home if self.trained_on_disk else view).copy_(member.parameter.detach())
                 if drops and member.parameter.nbytes >= _LEAST_DROPPED_BYTES:
                     drop(member.parameter.detach(), from_cache=False)
             self.views.append(view)
@@ -136,21 +145,41 @@ class GroupMemory:
     def _allocate_weights(self) -> tuple[Tensor, list[tuple[Segment, Tensor]]]:
         """Allocate memory for the weights; return it, and each of its segments with its part."""
         there, size = self._segments, self._weight_bytes
-        if self.placement.is_on("disk"):
+        if self.trained_on_disk:
+            there, size = [], 0
+        elif self.placement.is_on("disk"):
             there = [s for s in there if s not in self._in_files]
             size = self._beside_files_bytes
         flat, flats = self.allocate("weights", size, [(*s.stored, s.offset_bytes) for s in there])
         return flat, list(zip(there, flats, strict=True))
 
+    def bring_weights_home(self) -> None:
+        """Give the parameters of trained weights on disk values in memory, for good."""
+        for segment in self._trained:
+            segment.weights = segment.stored_weights()
+            for member in segment.members:
+                member.parameter.data = member.slice(segment.weights)
+
     @property
-    def files(self) -> list[FilePart]:
-        """Return the files of weights on disk, with the offsets of their bytes in the group."""
+    def files(self) -> list[tuple[int, WeightsFile]]:
+        """Return the files of frozen weights, with the offsets of their bytes in the group."""
         return [(s.offset_bytes, s.file) for s in self._in_files if s.file is not None]
+
+    @property
+    def sources(self) -> list[FilePart]:
+        """Return all weights on disk, with the offsets of their bytes in the group."""
+        trained = [
+            (segment.offset_bytes + offset, piece)
+            for segment in self._trained
+            if segment.on_disk is not None
+            for offset, piece in segment.on_disk.files()
+        ]
+        return [*self.files, *trained]
 
     @property
     def weight_bytes(self) -> dict[Tier, int]:
         """Return the bytes of the weights on each tier."""
-        if not self.placement.is_on("disk"):
+        if not self.placement.is_on("disk") or self.trained_on_disk:
             return {self.placement.weights: self._weight_bytes}
         beside = self._beside_files_bytes
         return {"host": beside, "disk": self._weight_bytes - beside}
@@ -179,7 +208,8 @@ class GroupMemory:
             if segment.has_state:
                 continue
             if self.placement.is_on("disk", "state"):
-                segment.on_disk = self._states_on_disk(segment)
+                segment.on_disk = segment.on_disk or self._states_on_disk(segment)
+                segment.on_disk.begun = True
                 segment.masters_are_weights()
                 continue
             wanted = segment.wanted_states()
@@ -198,15 +228,24 @@ class GroupMemory:
 
     @property
     def spill_bytes(self) -> int:
-        """Return the bytes of the scratch file that states on disk take, made yet or not."""
+        """Return the bytes of the scratch file that states on disk will take, once they are
+        made."""
         if self._spill is None or not self.placement.is_on("disk", "state"):
             return 0
-        size = self._spill.record_bytes
-        return sum(room_bytes(s.wanted_states(), s.elements, size) for s in self._trained)
+        size, later = self._spill.record_bytes, [s for s in self._trained if s.on_disk is None]
+        return sum(room_bytes(s.wanted_states(), s.elements, size) for s in later)
 
     def _states_on_disk(self, segment: Segment) -> StatesOnDisk:
         assert self._spill is not None, "states on disk need a scratch file"
-        return StatesOnDisk(segment.wanted_states(), segment.elements, self._spill)
+        wanted = segment.wanted_on_disk(
+            weights=self.trained_on_disk, gradient=self.placement.is_on("disk", "gradients")
+        )
+        return StatesOnDisk(wanted, segment.elements, self._spill)
+
+    @property
+    def trained_on_disk(self) -> bool:
+        """Return whether the trained weights live on disk: frozen ones go there before them."""
+        return self.placement.is_on("disk") and not self._in_files
 
     def forget_others(self, shares: Shares) -> None:
         """Free the host memory of weights and states that other processes are home to."""
@@ -274,6 +313,11 @@ class GroupMemory:
         there = copy(self)
         there.placement, there.pin = placement, pin
         moving = [k for k in KINDS if placement.tier_of(k) != self.placement.tier_of(k)]
+        if moving and any(self._is_record(one) for one in (self.placement, placement)):
+            raise DoesNotFit(
+                f"{self._name} is trained on disk, weights or gradients too: what moves it is the "
+                "plan of the next start"
+            )
         if placement.is_on("disk") and any(s.file is None for s in self._in_files):
             raise DoesNotFit(f"{self._name} has no file on disk: it can be on device or host")
         there._arenas = {kind: [] if kind in moving else self._arenas[kind] for kind in KINDS}
@@ -312,6 +356,11 @@ class GroupMemory:
             return there
 
         return move
+
+    def _is_record(self, placement: GroupPlacement) -> bool:
+        """Return whether trained weights or gradients are on disk, in the records of the states."""
+        weights = placement.is_on("disk") and not self._in_files
+        return weights or placement.is_on("disk", "gradients")
 
     def _move_weights(self, weights: list[tuple[Segment, Tensor]]) -> None:
         """Copy the weights here from where they were, and make them the parameters' own data;

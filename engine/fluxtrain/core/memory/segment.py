@@ -10,7 +10,13 @@ from torch import Tensor, nn
 
 from fluxtrain.core.device.arena import aligned
 from fluxtrain.core.device.disk import WeightsFile
-from fluxtrain.core.memory.states_on_disk import StatesOnDisk
+from fluxtrain.core.memory.states_on_disk import (
+    GRADIENT,
+    WEIGHTS,
+    OnDisk,
+    StatesOnDisk,
+    Wanted,
+)
 from fluxtrain.core.quantization.layout import PackedLayout, padded
 from fluxtrain.plan.states import STATE_BLOCK, StateFormat, StorageFormat
 
@@ -47,6 +53,17 @@ class Member:
     def slice(self, flat: Tensor) -> Tensor:
         """Return this member's range of a flat tensor of its segment, in its own shape."""
         return flat[self.offset : self.offset + self.count].view(self.shape)
+
+    @property
+    def home(self) -> Tensor:
+        """Return the member's weights where they live, in its shape; of weights on disk:
+        `OnDisk`."""
+        there = self.segment.on_disk
+        if there is not None and there.has(WEIGHTS):
+            stop = self.offset + self.count
+            return there.of_range(WEIGHTS, self.offset, stop, self.shape)
+        assert self.segment.weights is not None
+        return self.slice(self.segment.weights)
 
     @property
     def gradient(self) -> Tensor:
@@ -90,7 +107,8 @@ class Segment:
     v: Tensor | None = None
     m_scale: Tensor | None = None  # (blocks,) fp32, of 8-bit codes
     v_scale: Tensor | None = None
-    on_disk: StatesOnDisk | None = None  # all of these states, which are None then
+    on_disk: StatesOnDisk | None = None  # all of these states, which are None then, and what
+    # else of the segment lives on disk: weights, gradients
     rounded: Tensor | None = None  # (elements,) gradients in the segment's dtype
     wide: Tensor | None = None  # the same in fp32, once a second backward pass has added to them
     is_wide: bool = False  # which of the two holds this step's gradients
@@ -130,6 +148,8 @@ class Segment:
         """Return the weights as they are stored, read from their file where they are on disk."""
         if self.weights is not None:
             return self.weights
+        if (there := self.weights_on_disk) is not None:
+            return there.load()
         assert self.file is not None, "the weights have no home yet"
         return self.file.read_all().view(self.stored[0])
 
@@ -141,7 +161,19 @@ class Segment:
     @property
     def has_state(self) -> bool:
         """Return whether there are moments, in memory or on disk."""
-        return self.m is not None or self.on_disk is not None
+        return self.m is not None or (self.on_disk is not None and self.on_disk.begun)
+
+    @property
+    def weights_on_disk(self) -> OnDisk | None:
+        """Return the trained weights (elements,) that live on disk; None where they do not."""
+        there = self.on_disk
+        return there.whole(WEIGHTS) if there is not None and there.has(WEIGHTS) else None
+
+    @property
+    def gradient_on_disk(self) -> OnDisk | None:
+        """Return where on disk this step's gradients (elements,) go; None for memory."""
+        there = self.on_disk
+        return there.whole(GRADIENT) if there is not None and there.has(GRADIENT) else None
 
     def states(self) -> dict[str, Tensor]:
         """Return the optimizer state by name; empty before the first step. On disk: `OnDisk`."""
@@ -153,6 +185,7 @@ class Segment:
     def live_on_disk(self, there: StatesOnDisk | None) -> None:
         """Move the states there, out of memory; None: they were copied to memory from the disk."""
         if there is not None:
+            there.begun = True
             for name, state in there.handles(0, self.elements).items():
                 state.copy_(getattr(self, name))
                 setattr(self, name, None)
@@ -162,14 +195,19 @@ class Segment:
 
     def masters_are_weights(self, member: Member | None = None) -> None:
         """Set the masters of `member` (None: of all) from its weights, which were written to."""
-        assert self.weights is not None
-
         states = self.states() if member is None else member.states()
         if "lo" in states:
             states["lo"].zero_()
         if "master" in states:
-            weights = self.weights if member is None else member.slice(self.weights)
-            states["master"].copy_(weights)
+            weights = self.stored_weights()
+            states["master"].copy_(weights if member is None else member.slice(weights))
+
+    def wanted_on_disk(self, *, weights: bool, gradient: bool) -> Wanted:
+        """Return the arrays of a segment whose states live on disk, with its weights or its
+        gradients."""
+        own = {WEIGHTS: (self.dtype, self.elements)} if weights else {}
+        rest = {GRADIENT: (self.dtype, self.elements)} if gradient else {}
+        return {**own, **self.wanted_states(), **rest}
 
     def wanted_states(self) -> dict[str, tuple[torch.dtype, int]]:
         """Return the dtype and element count of each array of the optimizer state, by name."""

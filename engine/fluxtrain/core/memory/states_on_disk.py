@@ -2,6 +2,11 @@
 
     piece 0 [ lo | m | v (| scales) ]  piece 1 [ lo | m | v (| scales) ]  ...
 
+Its weights can be there, too, in front of the states, and gradients behind them, each in blocks of
+their own: uploads read the weights alone, and gradients are not written back.
+
+    piece 0 [ weights | lo | m | v | gradient ]  ...
+
 An update changes one piece after the other in the buffers of `Spill`. Everybody else sees tensors
 without memory (`OnDisk`), which are written by `copy_` and `zero_` and read by `load`.
 """
@@ -16,17 +21,18 @@ import torch
 from torch import Tensor
 
 from fluxtrain.core.device.arena import aligned
-from fluxtrain.core.device.spill import Record, Spill, in_pages
+from fluxtrain.core.device.spill import Record, Spill, apart, block_elements, in_pages
 from fluxtrain.plan.states import STATE_BLOCK
 
 PIECE_STEP = 4096  # elements: a multiple of STATE_BLOCK
+WEIGHTS, GRADIENT = "weights", "gradient"  # names of arrays that are no states
 
 Wanted = Mapping[str, tuple[torch.dtype, int]]  # dtype and count of each array, by name
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The states of the elements from `start` to `stop` of a segment."""
+    """The arrays of the elements from `start` to `stop` of a segment."""
 
     start: int
     stop: int
@@ -41,27 +47,72 @@ class Piece:
         }
 
 
+@dataclass(frozen=True)
+class PieceFile:
+    """The weights of a piece, as a file that begins with them (`core/device/disk.py`)."""
+
+    spill: Spill
+    record: Record
+    size_bytes: int
+
+    def read(self, number: int, into: Tensor) -> None:
+        """Read a block to the beginning of `into`, once the record is written. Raises
+        ReadFailed."""
+        self.spill.read_block(self.record, number, into)
+
+
 class StatesOnDisk:
-    """All optimizer states of one segment, zero at first."""
+    """All optimizer states of one segment, zero at first, and what else of it is wanted on disk."""
 
     def __init__(self, wanted: Wanted, elements: int, spill: Spill) -> None:
         """Take the room on disk. Raises as `Spill.make_room`."""
         self.spill = spill
         self.pieces: list[Piece] = []
         for start, stop, arrays, size_bytes in _cut(wanted, elements, spill.record_bytes):
-            self.pieces.append(Piece(start, stop, spill.record(size_bytes), arrays))
+            record = spill.record(size_bytes)
+            if GRADIENT in arrays:
+                record.keep(arrays[GRADIENT][2])
+            self.pieces.append(Piece(start, stop, record, arrays))
         self._wanted = wanted
+        self.begun = False  # whether the states are used: there are weights before the first step
+
+    def has(self, name: str) -> bool:
+        """Return whether an array is there."""
+        return name in self._wanted
+
+    def files(self) -> list[tuple[int, PieceFile]]:
+        """Return the weights of each piece, with the offset of their bytes in the segment."""
+        found: list[tuple[int, PieceFile]] = []
+        for piece in self.pieces if self.has(WEIGHTS) else ():
+            dtype, count, offset = piece.arrays[WEIGHTS]
+            assert offset == 0
+            file = PieceFile(self.spill, piece.record, count * dtype.itemsize)
+            found.append((piece.start * dtype.itemsize, file))
+        return found
+
+    def whole(self, name: str) -> OnDisk:
+        """Return an array, with the elements of the segment."""
+        stop = self._wanted[name][1]
+        return self._handle(name, slice(0, stop), None)
+
+    def of_range(self, name: str, start: int, stop: int, shape: torch.Size) -> OnDisk:
+        """Return a range of an array, in `shape`."""
+        return self._handle(name, slice(start, stop), shape)
 
     def handles(self, start: int, stop: int, shape: torch.Size | None = None) -> dict[str, OnDisk]:
         """Return the states of a range of elements: scales (blocks,), the others in `shape`."""
         found: dict[str, OnDisk] = {}
-        for name, (dtype, _) in self._wanted.items():
-            step = _elements_of_one(name)
-            part = slice(start // step, -(-stop // step))
-            flat = torch.empty(part.stop - part.start, dtype=dtype, device="meta")
-            of = flat if shape is None or step > 1 else flat.view(shape)
-            found[name] = of.as_subclass(OnDisk).at(self, name, part)
+        for name in self._wanted if self.begun else ():
+            if name not in (WEIGHTS, GRADIENT):
+                step = _elements_of_one(name)
+                part = slice(start // step, -(-stop // step))
+                found[name] = self._handle(name, part, None if step > 1 else shape)
         return found
+
+    def _handle(self, name: str, part: slice, shape: torch.Size | None) -> OnDisk:
+        flat = torch.empty(part.stop - part.start, dtype=self._wanted[name][0], device="meta")
+        there = flat if shape is None else flat.view(shape)
+        return there.as_subclass(OnDisk).at(self, name, part)
 
     def parts(self, name: str, part: slice) -> Iterator[tuple[Record, int, slice]]:
         """Yield where a range of an array lies: the record, the first byte in it, and its place in
@@ -110,6 +161,14 @@ class OnDisk(Tensor):
     def load(self) -> Tensor:
         """Return the values in host memory. Raises ReadFailed."""
         flat = torch.empty(self.numel(), dtype=self.dtype)
+        self.load_into(flat)
+        return flat.view(self.shape)
+
+    def mapped(self) -> Tensor:
+        """Return a copy of the values in a file, for code that wants a tensor and may not have the
+        memory. Raises ReadFailed, NoSpace."""
+        pages = self._states.spill.mapping(self.nbytes)
+        flat = torch.frombuffer(pages, dtype=self.dtype, count=self.numel())
         self.load_into(flat)
         return flat.view(self.shape)
 
@@ -165,11 +224,27 @@ def _cut(
     total = sum(dtype.itemsize * count for dtype, count in wanted.values())
     fit = record_bytes * elements // max(1, total) - STATE_BLOCK
     step = max(PIECE_STEP, fit // PIECE_STEP * PIECE_STEP)
+    while step > PIECE_STEP and _arrays(wanted, min(step, elements))[1] > record_bytes:
+        step -= PIECE_STEP
+    for name in {WEIGHTS, GRADIENT} & wanted.keys():  # whole blocks of these, where they fill some
+        step -= step % whole if step >= (whole := block_elements(wanted[name][0].itemsize)) else 0
     for start in range(0, elements, step):
-        stop, offset = min(start + step, elements), 0
-        arrays: dict[str, tuple[torch.dtype, int, int]] = {}
-        for name, (dtype, _) in wanted.items():
-            entries = -(-(stop - start) // _elements_of_one(name))
-            arrays[name] = dtype, entries, offset
-            offset += aligned(entries * dtype.itemsize)
-        yield start, stop, arrays, offset
+        stop = min(start + step, elements)
+        yield start, stop, *_arrays(wanted, stop - start)
+
+
+def _arrays(wanted: Wanted, elements: int) -> tuple[dict[str, tuple[torch.dtype, int, int]], int]:
+    """Return the arrays of a piece, and its bytes. Large weights and gradients have blocks of their
+    own."""
+    arrays: dict[str, tuple[torch.dtype, int, int]] = {}
+    offset, before = 0, ""
+    for name, (dtype, _) in wanted.items():
+        entries = -(-elements // _elements_of_one(name))
+        size_bytes = entries * dtype.itemsize
+        if before == WEIGHTS:
+            offset = apart(offset, offset)
+        if name == GRADIENT:
+            offset = apart(offset, size_bytes)
+        arrays[name] = dtype, entries, offset
+        offset, before = offset + aligned(size_bytes), name
+    return arrays, offset

@@ -275,7 +275,8 @@ class Window:
             and not slot.transfer.failed()
             and group.trained_bytes > 0
         )
-        from_files = group.is_on("disk") and not has_frozen
+        trained = group.memory.trained_on_disk
+        from_files = group.is_on("disk") and (trained or not has_frozen)
         stop = group.trained_bytes if has_frozen else group.weight_bytes
         stop = group.beside_files_bytes if from_files else stop
         if slot.group is not None and self._where.get(slot.group) is slot:
@@ -287,7 +288,8 @@ class Window:
         self._where[group] = slot
         assert group.memory.flat_weights is not None
         source, follows = group.memory.flat_weights, list[Transfer]()
-        slot.to_gather, spans = stop if group.shares else 0, group.spans(stop)
+        slot.to_gather = stop if group.shares else 0
+        spans = [] if trained else group.spans(stop)
         for start, end in spans:
             transfer = self.device.upload(
                 slot.flat[start:end], source[start:end], group.jobs.pending, slot.free, follows
@@ -296,7 +298,11 @@ class Window:
         stop = sum(end - start for start, end in spans)
         if from_files:
             slot.transfer = self.device.upload_files(
-                slot.flat, group.memory.files, slot.free, follows
+                slot.flat,
+                group.memory.sources,
+                slot.free,
+                follows,
+                group.jobs.pending if trained else None,
             )
             stop = group.weight_bytes
         assert slot.transfer is not None

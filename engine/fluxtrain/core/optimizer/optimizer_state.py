@@ -164,7 +164,7 @@ def _before_export(optimizer: Optimizer) -> None:
             continue
         entry["step"] = owner.member.step  # the last step may have been skipped
         if any(name in entry for name in MASTERS):
-            entry["weights"] = fingerprint(owner.group.memory.views[owner.member.index])
+            entry["weights"] = fingerprint(loaded(owner.member.home))
     _bring_home(held)
 
 
@@ -179,15 +179,20 @@ def _bring_home(held: dict[int, dict[str, Any]]) -> None:
     """Replace states on disk by copies in memory; the next step writes them back."""
     away = {i: e for i, e in held.items() if any(isinstance(v, OnDisk) for v in e.values())}
     states = [v for entry in away.values() for v in entry.values() if isinstance(v, OnDisk)]
-    need, left = sum(state.nbytes for state in states), memory_left()
-    if states and left is not None and need > left[1]:
+    refuse_copies(sum(state.nbytes for state in states), "optimizer states")
+    for index, entry in away.items():
+        held[index] = {n: loaded(v) if isinstance(v, Tensor) else v for n, v in entry.items()}
+
+
+def refuse_copies(size_bytes: int, what: str) -> None:
+    """Raise DoesNotFit where the host has no room for copies of what lives on disk."""
+    left = memory_left()
+    if size_bytes and left is not None and size_bytes > left[1]:
         raise DoesNotFit(
-            f"{bytes_text(need)} of optimizer states live on disk, and {bytes_text(left[1])} of "
+            f"{bytes_text(size_bytes)} of {what} live on disk, and {bytes_text(left[1])} of "
             "host memory are left for a copy: read them one shard at a time, as checkpoints do "
             "(fluxtrain.engine_of(model).state_shards()), or use a machine with more memory"
         )
-    for index, entry in away.items():
-        held[index] = {n: loaded(v) if isinstance(v, Tensor) else v for n, v in entry.items()}
 
 
 def _entry(member: Member) -> dict[str, Any]:
@@ -294,7 +299,7 @@ def _take_master(owner: Owner, entry: dict[str, Any]) -> None:
     name = next((name for name in MASTERS if name in views), None)
     if name is None:
         return
-    weights = owner.group.memory.views[owner.member.index]
+    weights = loaded(owner.member.home)
     if name in entry and entry.get("weights", 0) == fingerprint(weights):
         views[name].copy_(entry[name])
     else:

@@ -120,7 +120,7 @@ def load_state_shard(context: Context, name: str, tensors: dict[str, Tensor]) ->
         )
     with torch.no_grad():
         for member in (member for member in group.members if member.trained):
-            _copy(group.memory.views[member.index], tensors, f"{member.name}.{_BITS}", name)
+            _copy(member.home, tensors, f"{member.name}.{_BITS}", name)
             member.write_version = member.parameter._version
             _load_state(context, group, member, tensors)
     if group.shares is not None:
@@ -157,7 +157,7 @@ def _group_tensors(group: Group) -> dict[str, Tensor]:
     for member in group.members:
         if not member.trained:
             continue
-        tensors[f"{member.name}.{_BITS}"] = group.memory.views[member.index]
+        tensors[f"{member.name}.{_BITS}"] = member.home
         if group.has_state:
             tensors[f"{member.name}.{_STEP}"] = torch.tensor([member.step])
             for key, view in _states(member).items():

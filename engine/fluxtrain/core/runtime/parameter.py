@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fluxtrain.core.guards.writes import watch
+from fluxtrain.core.memory.states_on_disk import OnDisk
 from fluxtrain.core.runtime import user_gradients
 from fluxtrain.core.runtime.context import Context, Owner
 from fluxtrain.errors import MisusedModel
@@ -64,6 +65,8 @@ class HostParameter(nn.Parameter):
                 return func(*args, **(kwargs or {}))
         if func in (_GRAD_GET, _GRAD_SET, _GRAD_DELETE):
             return _gradient_access(func, args)
+        if func is Tensor.detach and _is_on_disk(args[0]):
+            return _copy_from_disk(args[0]._fluxtrain)
         if any(is_packed(value) for value in (*args, *(kwargs or {}).values())):
             return without_values(func, args, kwargs or {})
         if func in _PARTIAL:
@@ -122,6 +125,18 @@ def _refuse_no_gradient(value: object, owner: Owner) -> None:
             f"{owner.name}.grad was assigned a tensor of {tuple(value.shape)}, and the parameter "
             f"is {tuple(owner.member.shape)}: give it one of that shape"
         )
+
+
+def _is_on_disk(parameter: Any) -> bool:
+    return parameter._fluxtrain.member.segment.weights_on_disk is not None
+
+
+def _copy_from_disk(owner: Owner) -> Tensor:
+    """Return a copy of trained weights that live on disk, for `state_dict()` and what saves it."""
+    owner.group.jobs.wait_for_weights()
+    home = owner.member.home
+    assert isinstance(home, OnDisk)
+    return home.mapped()
 
 
 def _record_use(found: Any, *arguments: Any) -> None:

@@ -160,7 +160,8 @@ def _gradient_letter(context: Context, group: Group) -> str:
     if group.is_on("device", "gradients"):
         return "G"
     under_way = arrival is not None and not all(t.done() for t in arrival.transfers)
-    return "<" if under_way else "C"
+    at_rest = "N" if group.is_on("disk", "gradients") else "C"
+    return "<" if under_way else at_rest
 
 
 def _state_letter(group: Group) -> str:

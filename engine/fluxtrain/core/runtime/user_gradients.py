@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fluxtrain.core.gradients.gradients import norms_of
 from fluxtrain.core.memory.group import Group
+from fluxtrain.core.memory.packed import without_values
 from fluxtrain.core.memory.segment import Member
 from fluxtrain.core.runtime.context import Context
 from fluxtrain.errors import MisusedModel
@@ -20,6 +21,8 @@ def stored_gradient(context: Context, group: Group, member: Member) -> Tensor:
     """
     if group.rows is not None:  # their downloads would be dropped with the gradient
         context.gradients_of(group).host.wait(group)
+    if group.is_on("disk", "gradients"):
+        return without_values(member.shape, member.segment.dtype)
     if not group.memory.holds_gradients:
         raise MisusedModel(
             f"the gradient of {member.name} in {group.name} was used up: in a step in backward "
@@ -29,8 +32,18 @@ def stored_gradient(context: Context, group: Group, member: Member) -> Tensor:
     return member.gradient
 
 
+def _refuse_on_disk(group: Group, member: Member) -> None:
+    if group.is_on("disk", "gradients"):
+        raise MisusedModel(
+            f"the gradient of {member.name} in {group.name} lives on disk: it can be clipped by "
+            "its norm or dropped, and no other code can read or write it"
+        )
+
+
 def resolve(context: Context, group: Group, member: Member) -> None:
-    """Bring the stored gradient up to date before code reads it or writes to it."""
+    """Bring the stored gradient up to date before code reads it or writes to it. Raises
+    MisusedModel for one on disk."""
+    _refuse_on_disk(group, member)
     context.gradients_of(group).host.wait(group)
     context.gradients_of(group).host.take_rows(group)
     group.jobs.wait()  # an update under way reads it
@@ -53,6 +66,7 @@ def replace(context: Context, group: Group, member: Member, value: Tensor | None
     if value is None:
         context.gradients_of(group).host.drop(group, member)
         return
+    _refuse_on_disk(group, member)
     if context.step_in_backward is not None:
         context.step_in_backward.refuse_updated([group])
     context.gradients_of(group).host.keep_memory(group)
@@ -69,6 +83,7 @@ def norm_of(context: Context, group: Group, member: Member) -> Tensor:
         norm = arrival.norms[arrival.norm_of[member.index]]
         scale = abs(member.gradient_scale)
         return norm if scale == 1.0 else norm * scale
+    _refuse_on_disk(group, member)
     context.gradients_of(group).host.wait(group)
     return norms_of([stored_gradient(context, group, member)], group)[0] * abs(
         member.gradient_scale

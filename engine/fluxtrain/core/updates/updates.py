@@ -37,7 +37,7 @@ from fluxtrain.core.device.worker import Job, Worker
 from fluxtrain.core.gradients.host_gradients import Arrival
 from fluxtrain.core.memory.group import Group
 from fluxtrain.core.memory.segment import Member, Segment
-from fluxtrain.core.memory.states_on_disk import Piece
+from fluxtrain.core.memory.states_on_disk import GRADIENT, WEIGHTS, Piece
 from fluxtrain.core.ranks.shares import Shares
 from fluxtrain.core.updates.norm import GradNorm
 from fluxtrain.errors import Diverged
@@ -134,12 +134,12 @@ class Updates:
             stepped=[group.members[index] for index in hypers],
             arrival=self._arrivals.get(group),
             norm=norm,
-            earlier=[job for job in (group.jobs.pending, group.jobs.moments) if job is not None],
+            earlier=group.jobs.before_update,
             copied=copied,
             copies=self._copies,
             gate=self._gate,
             defers=defers and any(part.has_two_passes for part in work),
-            pieces=expected_pieces(work),
+            pieces=expected_pieces(work, group.jobs.storing),
             threads=self._threads,
             unwritten=unwritten,
         )
@@ -201,7 +201,7 @@ class _Step:
     stepped: list[Member]
     arrival: Arrival | None
     norm: GradNorm | None
-    earlier: list[Job]  # of the group's previous step, on the same thread, so done before
+    earlier: list[Job]  # of the group's previous step, done before, and what stores gradients
     copied: Future[None] | None  # for a checkpoint
     copies: _CopyWaits
     gate: MomentsGate
@@ -292,7 +292,8 @@ class Range:
     """Neighbouring members of one segment that take the same step."""
 
     segment: Segment
-    gradient: Tensor  # the segment's, kept here because zero_grad may come before the update runs
+    gradient: Tensor | None  # the segment's, kept as zero_grad may come before the update runs;
+    # None: on disk
     start: int  # elements
     stop: int
     hyper: Hyper
@@ -314,13 +315,19 @@ class Range:
 
     def _cut(self, there: slice, states: dict[str, Tensor]) -> Flat:
         """Return the range's slices of the segment's elements `there`, with their states."""
-        s = self.segment
-        assert s.weights is not None
+        s, own = self.segment, dict(states)
+        weights, gradient = own.pop(WEIGHTS, None), own.pop(GRADIENT, None)
+        if weights is None:
+            assert s.weights is not None
+            weights = s.weights[there]
+        if gradient is None:
+            assert self.gradient is not None
+            gradient = self.gradient[there]
         whole = Flat(
-            weights=s.weights[there],
-            gradient=self.gradient[there],
+            weights=weights,
+            gradient=gradient,
             rounding=rounding(s.seed, self.step, there.start),
-            **states,
+            **own,
         )
         start, stop = max(self.start, there.start), min(self.stop, there.stop)
         return whole.cut(start - there.start, stop - there.start)
@@ -337,6 +344,7 @@ def ranges(group: Group, hypers: dict[int, Hyper]) -> list[Range]:
     matrices have weight decay."""
     found: list[Range] = []
     for segment in group.trained:
+        gradient = None if segment.gradient_on_disk is not None else segment.gradient
         how: tuple[Hyper, int, float] | None = None  # of the range that the member before ended
         start = stop = 0
         for member in segment.by_offset:
@@ -344,11 +352,11 @@ def ranges(group: Group, hypers: dict[int, Hyper]) -> list[Range]:
             mine = None if hyper is None else (hyper, member.step, member.gradient_scale)
             if mine != how:
                 if how is not None:
-                    found.append(Range(segment, segment.gradient, start, stop, *how))
+                    found.append(Range(segment, gradient, start, stop, *how))
                 how, start = mine, member.offset
             stop = member.offset + member.count
         if how is not None:
-            found.append(Range(segment, segment.gradient, start, stop, *how))
+            found.append(Range(segment, gradient, start, stop, *how))
     return found if group.shares is None else list(_of_this_process(found, group.shares))
 
 
@@ -384,8 +392,9 @@ class PieceWork:
     parts: list[Range]
 
 
-def expected_pieces(work: Sequence[Range]) -> list[PieceWork]:
-    """Begin to read the states on disk that these ranges step, each piece once."""
+def expected_pieces(work: Sequence[Range], after: Future[None] | None = None) -> list[PieceWork]:
+    """Begin to read the states on disk that these ranges step, each piece once, as soon as `after`
+    is done."""
     found: list[PieceWork] = []
     for segment in dict.fromkeys(part.segment for part in work):
         states = segment.on_disk
@@ -395,7 +404,7 @@ def expected_pieces(work: Sequence[Range]) -> list[PieceWork]:
         for piece in states.pieces:
             parts = [p for p in mine if p.start < piece.stop and piece.start < p.stop]
             if parts:
-                awaited = states.spill.expect(piece.record)
+                awaited = states.spill.expect(piece.record, after)
                 found.append(PieceWork(piece, states.spill, awaited, parts))
     return found
 

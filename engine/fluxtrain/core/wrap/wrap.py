@@ -29,7 +29,7 @@ from fluxtrain.core.memory.group_memory import refuse_tiers
 from fluxtrain.core.memory.packed import KeptWeights, all_dense_weights
 from fluxtrain.core.memory.unit import Unit
 from fluxtrain.core.optimizer.hook import install as install_adoption
-from fluxtrain.core.optimizer.optimizer_state import bring_home
+from fluxtrain.core.optimizer.optimizer_state import bring_home, refuse_copies
 from fluxtrain.core.optimizer.plain_state import let_go
 from fluxtrain.core.ranks import ddp
 from fluxtrain.core.ranks.exchange import NOT_EXCHANGED, Exchange
@@ -255,7 +255,11 @@ def unwrap(model: nn.Module) -> nn.Module:
     owners = [owner for owners in engine.owners.values() for owner in owners.values()]
     if any(group.is_on("disk", "state") for group in engine.groups):
         engine.flush()
+        away = [group for group in engine.groups if group.memory.trained_on_disk]
+        refuse_copies(sum(group.weight_bytes for group in away), "weights")
         bring_home(owners)
+        for group in away:
+            group.memory.bring_weights_home()
     engine.close()
     let_go(owners)
     for hook in model.__dict__.pop("_fluxtrain_hooks"):

@@ -22,7 +22,7 @@ from fluxtrain.plan.footprint import (
     slot_count,
     spill_buffer_bytes,
 )
-from fluxtrain.plan.group_placement import GroupPlacement
+from fluxtrain.plan.group_placement import GroupPlacement, disk_counts
 from fluxtrain.plan.placement import Placement
 from fluxtrain.plan.rates import Rates
 from fluxtrain.plan.simulation import StepTime, step_time
@@ -219,8 +219,7 @@ class LiveRun:
             self.placement.layout,
             device_groups=count_of(rows, "device_groups"),
             resident_blocks=count_of(rows, "resident_blocks"),
-            disk_groups=sum(row.weights == "disk" for row in rows),
-            disk_states=sum(row.state == "disk" for row in rows),
+            **disk_counts(self.facts.groups, rows),
             blocks_without_recompute=count_of(rows, "blocks_without_recompute"),
             activations="host" if offloads else "device",
             activations_on_device=staying if offloads else 0,

@@ -20,7 +20,13 @@ from fluxtrain.methods.method import method_of
 from fluxtrain.models.copies import Copied
 from fluxtrain.models.loading import LoadedModel
 from fluxtrain.plan.facts import ModelFacts
-from fluxtrain.plan.footprint import Layout, by_tier, rows_of_table, spilled, weights_on_host_bytes
+from fluxtrain.plan.footprint import (
+    Layout,
+    by_tier,
+    rows_of_table,
+    spill_bytes,
+    weights_on_host_bytes,
+)
 from fluxtrain.plan.guard import (
     EVERY_CHECKPOINT,
     DiskCapacity,
@@ -77,12 +83,12 @@ def refuse_what_does_not_fit(
         parameters=parameters_of(facts),
     )
     with adapters_as_cure(config):
-        spill_bytes = sum(group.state_bytes for group in spilled(facts, placement.layout))
-        if spill_bytes and _on_one_disk(placement.spill_folder, disk.path):
-            files = replace(files, spill_bytes=spill_bytes)
-        elif spill_bytes:
+        scratch_bytes = spill_bytes(facts, placement.layout)
+        if scratch_bytes and _on_one_disk(placement.spill_folder, disk.path):
+            files = replace(files, spill_bytes=scratch_bytes)
+        elif scratch_bytes:
             free_bytes = read_disk(Path(placement.spill_folder)).free_bytes
-            refuse_spill(spill_bytes, placement.spill_folder, free_bytes)
+            refuse_spill(scratch_bytes, placement.spill_folder, free_bytes)
         refuse_disk(files, disk)
         refuse_host(need, available_bytes, files, disk)
 
