@@ -22,6 +22,7 @@ from diffusers import FluxTransformer2DModel
 from memory_watch import GIB
 
 import fluxtrain
+from fluxtrain.config.image_settings import ImageSettings
 from fluxtrain.config.schema import MethodSettings
 from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.methods.image.adapter import attach
@@ -80,7 +81,7 @@ def main() -> None:
     where: dict[str, Any] = {"budget_gib": asked.budget_gib} if streams else {"offload": "none"}
     fluxtrain.wrap(model, device="cuda", frozen=asked.frozen, overlap=True, **where)
     objective = FlowMatching(
-        timesteps="shifted", dropout=0.0, guidance=1.0, has_guidance=True, dtype=torch.bfloat16,
+        image=ImageSettings(caption_dropout=0.0), has_guidance=True, dtype=torch.bfloat16,
         empty=(torch.zeros(WORDS, WIDTH), torch.zeros(POOLED)),
     )  # fmt: skip
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)

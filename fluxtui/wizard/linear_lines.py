@@ -23,7 +23,7 @@ from fluxtui.wizard.checks.answer_checks import Check
 from fluxtui.wizard.engine.asked import Asked
 from fluxtui.wizard.engine.machine import age_text, machine_table, machine_warnings
 from fluxtui.wizard.engine.plan_preview import fit
-from fluxtui.wizard.pages.data import inspection_rows, pair_rows
+from fluxtui.wizard.pages.data import inspection_rows
 from fluxtui.wizard.pages.launch import (
     bar_rows,
     card_lines,
@@ -55,7 +55,7 @@ def inspection_lines(found: InspectionAnswer | PairsInspectionAnswer) -> list[st
     if isinstance(found, PairsInspectionAnswer):
         notes = [f"note: {note}" for note in found.notes]
         prompts = [f"pair {number}: {text}" for number, text in enumerate(found.prompts, start=1)]
-        return [*pair_lines(pair_rows(found)), *notes, *prompts]
+        return [*pair_lines(found.rows()), *notes, *prompts]
     lengths = sorted(found.lengths)
     at = [lengths[round(share * (len(lengths) - 1))] for share in (0.5, 0.9, 1.0)]
     lines = [

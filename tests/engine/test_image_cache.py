@@ -38,7 +38,7 @@ def encoded(encodings: Encodings, pairs: tuple[Pair, ...]) -> tuple[int, int]:
 
 
 def test_the_second_start_encodes_nothing(images: Images, tmp_path: Path) -> None:
-    pairs = read_pairs(images.data, 64).pairs
+    pairs = read_pairs(images.data, 64).trained
     assert encoded(opened(images, tmp_path), pairs) == (PICTURES, PROMPTS)
     again = opened(images, tmp_path)
     assert encoded(again, pairs) == (0, 0)
@@ -51,7 +51,7 @@ def test_the_second_start_encodes_nothing(images: Images, tmp_path: Path) -> Non
 def test_a_start_that_was_killed_goes_on_where_it_was(
     images: Images, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pairs = read_pairs(images.data, 64).pairs
+    pairs = read_pairs(images.data, 64).trained
     written: list[Path] = []
 
     def dies(path: Path, content: bytes) -> None:
@@ -69,11 +69,11 @@ def test_a_start_that_was_killed_goes_on_where_it_was(
 def test_a_changed_image_and_another_vae_are_encoded_anew(images: Images, tmp_path: Path) -> None:
     data, pipeline, cache = tmp_path / "data", tmp_path / "pipeline", tmp_path / "cache"
     shutil.copytree(images.data, data)
-    encoded(opened(images, cache), read_pairs(data, 64).pairs)
+    encoded(opened(images, cache), read_pairs(data, 64).trained)
     shutil.copy(data / "001-after.png", data / "000-after.png")
     shutil.copy(data / "001-before.png", data / "000-before.png")
     (data / "002-after.png").write_bytes((data / "002-before.png").read_bytes() + b"\0")
-    changed = read_pairs(data, 64).pairs
+    changed = read_pairs(data, 64).trained
     assert encoded(opened(images, cache), changed) == (1, 0)
 
     shutil.copytree(images.pipeline, pipeline)
@@ -131,7 +131,7 @@ def test_long_prompts_are_told(images: Images, tmp_path: Path) -> None:
     path = tmp_path / "long.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = config.data.model_copy(update={"path": str(path)})
-    found, _ = read_data(config.model_copy(update={"data": data}))
+    found = read_data(config.model_copy(update={"data": data}))
     assert "2 prompts have more than 8 words" in found.notes[-1]
 
 

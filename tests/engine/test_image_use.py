@@ -68,7 +68,9 @@ def test_inspecting_draws_a_contact_sheet(images: Images, tmp_path: Path) -> Non
     assert (found.pairs, found.held_out, found.sizes) == (PAIRS - 1, 1, {"64x64": PAIRS})
     with Image.open(found.contact_sheet) as sheet:
         assert sheet.size == (2 * 192, 8 * 192)
-    (tmp_path / "README.md").write_text("license: other\nlicense_name: flux-1-dev-non-commercial\n")
+    (tmp_path / "README.md").write_text(
+        "---\nlicense: other\nlicense_name: flux-1-dev-non-commercial\n---"
+    )
     assert "no commercial use" in license_of(tmp_path)
 
 

@@ -12,9 +12,15 @@ import numpy as np
 import pytest
 
 from fluxtrain.config.schema import validate
-from fluxtrain.data.images.buckets import MULTIPLE, bucket_for, buckets_of
 from fluxtrain.data.images.pairs import read_pairs
-from fluxtrain.data.images.pictures import cropped, mask_weights, size_of
+from fluxtrain.data.images.pictures import (
+    MULTIPLE,
+    bucket_for,
+    buckets_of,
+    cropped,
+    mask_weights,
+    size_of,
+)
 from fluxtrain.errors import BadInput
 
 Image = pytest.importorskip("PIL.Image")
@@ -46,7 +52,7 @@ def test_four_layouts_give_the_same_pairs(tmp_path: Path) -> None:
     for name in ("target", "first", "second", "mask"):
         picture(source / f"{name}.png")
     names = {"image": "target.png", "reference": ["first.png", "second.png"], "mask": "mask.png"}
-    found = [read_pairs(rows(source, {**names, "prompt": "swap"}), 64).pairs]
+    found = [read_pairs(rows(source, {**names, "prompt": "swap"}), 64).trained]
 
     folders = tmp_path / "folders"
     for place, name in (
@@ -56,14 +62,14 @@ def test_four_layouts_give_the_same_pairs(tmp_path: Path) -> None:
         (folders / place).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(source / f"{name}.png", folders / place)
     (folders / "training_images/one.txt").write_text("swap\n")
-    found.append(read_pairs(folders, 64).pairs)
+    found.append(read_pairs(folders, 64).trained)
 
     table = source / "pairs.csv"
     with table.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["path_target", "path_control", "path_control_1", "path_mask", "prompt"])
         writer.writerow(["target.png", "first.png", "second.png", "mask.png", "swap"])
-    found.append(read_pairs(table, 64).pairs)
+    found.append(read_pairs(table, 64).trained)
 
     arrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
@@ -75,7 +81,7 @@ def test_four_layouts_give_the_same_pairs(tmp_path: Path) -> None:
     row = {"target_image": held["target"], "control_images": [held["first"], held["second"]],
            "control_mask": held["mask"], "prompt": "swap"}  # fmt: skip
     parquet.write_table(arrow.Table.from_pylist([row]), hub / "train-00000.parquet")
-    found.append(read_pairs(hub.parent, 64).pairs)
+    found.append(read_pairs(hub.parent, 64).trained)
 
     contents = [
         [([one.digest for one in p.pictures], p.mask and p.mask.digest, p.prompt) for p in pairs]
@@ -119,7 +125,7 @@ def test_a_bad_pair_is_named_with_its_line_and_the_cure(
     with pytest.raises(BadInput, match=r"1 of 2 pairs") as refused:
         read_pairs(path, 64)
     assert "line 2" in str(refused.value) and said in str(refused.value)
-    assert len(read_pairs(path, 64, most_bad=1).pairs) == 1
+    assert len(read_pairs(path, 64, most_bad=1).trained) == 1
 
 
 def test_a_cut_file_is_found_before_anything_is_loaded(tmp_path: Path) -> None:

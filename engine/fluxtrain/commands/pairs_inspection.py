@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,12 +14,12 @@ from fluxtrain.data.images.pictures import cropped, decode, save_png
 from fluxtrain.events.answers.answers import PairsInspectionAnswer
 from fluxtrain.files.cache import cache_root
 from fluxtrain.methods.image.method import read_data
-from fluxtrain.methods.image.task import row_tokens, split_pairs
+from fluxtrain.methods.image.task import row_tokens
 from fluxtrain.models.pipeline import open_pipeline
+from fluxtrain.models.pipeline_files import stated_licence
 
 SHOWN = 8  # pairs
 _SIDE = 192  # pixels of a picture on the sheet, at most
-_LICENSE = re.compile(r"^license(?:_name)?:\s*(\S+)", re.M)
 
 
 def inspect_pairs(config: RunConfig, whole: bool = False) -> PairsInspectionAnswer:
@@ -29,24 +28,22 @@ def inspect_pairs(config: RunConfig, whole: bool = False) -> PairsInspectionAnsw
     Raises BadInput as the run would.
     """
     pipeline = open_pipeline(config.model.path)
-    found, apart = read_data(config)
-    held = 0.0 if apart is not None else config.data.held_out
-    trained, split_off = split_pairs(found.pairs, held, config.data.seed)
-    for pair in found.pairs if whole else ():
+    found = read_data(config)
+    for pair in found.all if whole else ():
         for picture in pair.pictures:
             decode(picture.path)
-    sizes = Counter(f"{width}x{height}" for width, height in (p.bucket for p in found.pairs))
-    shown = found.pairs[:SHOWN]
+    sizes = Counter(f"{width}x{height}" for width, height in (p.bucket for p in found.all))
+    shown = found.all[:SHOWN]
     key = hashlib.sha256(repr([(p.image.digest, p.bucket) for p in shown]).encode()).hexdigest()
     sheet = cache_root() / "images" / f"contact-sheet-{key[:16]}.png"
     save_png(_sheet(shown), sheet)
     return PairsInspectionAnswer(
         path=str(config.data.path),
         layout=found.layout,
-        pairs=len(trained),
-        held_out=len(apart.pairs if apart else split_off),
+        pairs=len(found.trained),
+        held_out=len(found.held_out),
         sizes=dict(sizes.most_common()),
-        sequence_length=row_tokens(found.pairs, config.image.caption_tokens),
+        sequence_length=row_tokens(found.all, config.image.caption_tokens),
         notes=found.notes,
         license=license_of(pipeline.folder),
         prompts=tuple(pair.prompt for pair in shown),
@@ -56,14 +53,10 @@ def inspect_pairs(config: RunConfig, whole: bool = False) -> PairsInspectionAnsw
 
 def license_of(folder: Path) -> str:
     """Return the license that a model's folder states, with what it means for FLUX.1 [dev]."""
-    card = folder / "README.md"
-    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
-    named = list(dict.fromkeys(name for name in _LICENSE.findall(text) if name != "other"))
-    if any("non-commercial" in name for name in named):
-        return f"{named[0]}: no commercial use of the model, nor of what is trained from it"
-    if named:
-        return ", ".join(named)
-    return "not stated in the folder; FLUX.1 Kontext [dev] is for non-commercial use"
+    named = stated_licence(folder)
+    if named and "non-commercial" in named:
+        return f"{named}: no commercial use of the model, nor of what is trained from it"
+    return named or "not stated in the folder; FLUX.1 Kontext [dev] is for non-commercial use"
 
 
 def _sheet(pairs: Sequence[Pair]) -> Any:
@@ -85,15 +78,6 @@ def _sheet(pairs: Sequence[Pair]) -> Any:
 
 def page(found: PairsInspectionAnswer) -> str:
     """Format the answer for people."""
-    sizes = ", ".join(f"{count:,} of {size}" for size, count in found.sizes.items())
-    return "\n".join(
-        [
-            f"{found.path}: {found.layout}",
-            f"{found.pairs:,} pairs to train on, {found.held_out:,} held out: {sizes}",
-            f"{found.sequence_length:,} tokens in the largest pair, with its prompt",
-            *found.notes,
-            f"license of the model: {found.license}",
-            f"contact sheet (references, then the target): {found.contact_sheet}",
-            *(f"  {number}: {prompt}" for number, prompt in enumerate(found.prompts, 1)),
-        ]
-    )
+    facts = [f"{name:8}{value}" for name, value in (("path", found.path), *found.rows())]
+    prompts = [f"  {number}: {prompt}" for number, prompt in enumerate(found.prompts, 1)]
+    return "\n".join([*facts, *found.notes, *prompts])

@@ -24,7 +24,7 @@ from fluxtrain.events.run_folder.run_dir import runs_root
 from fluxtrain.machine.machine import read_machine
 from fluxtrain.measure.measured_constants import Constants, known_constants
 from fluxtrain.measure.probe.probe import Report, probe
-from fluxtrain.methods.image.method import planned_pairs
+from fluxtrain.methods.image.method import data_choices, read_data
 from fluxtrain.methods.method import method_of, usual_rate
 from fluxtrain.methods.text_task import counted, read_as
 from fluxtrain.models.copies import Copied
@@ -101,8 +101,8 @@ def preview(
     facts = constants.applied(facts)
     of_images = is_pipeline(config.model.path)
     if of_images:
-        pairs = planned_pairs(config)
-        rows, read, told = pairs.rows, pairs.choices, pairs.notes
+        pairs = read_data(config)
+        rows, read, told = len(pairs.trained), data_choices(pairs), pairs.notes
     else:
         rows, read = _rows_and_form(config, first, packs=takes_positions(model))
         told = _told(config, first)

@@ -282,17 +282,9 @@ def attach_adapters(
     adapter there cannot be computed, or the rank is larger than a layer.
     """
     targets = find_targets(model, settings.targets)
-    _check_rank(model, targets.layers, settings.rank)
+    check_rank(model, targets.layers, settings.rank)
     is_empty = any(parameter.is_meta for parameter in model.parameters())
-    config = LoraConfig(
-        r=settings.rank,
-        lora_alpha=2 * settings.rank if settings.alpha == "auto" else settings.alpha,
-        lora_dropout=settings.dropout,
-        target_modules=targets.names,
-        use_rslora=settings.variant == "rslora",
-        use_dora=settings.variant == "dora",
-        task_type="CAUSAL_LM",
-    )
+    config = lora_config(settings, targets.names, task_type="CAUSAL_LM")
     try:
         model.add_adapter(config, adapter_name=ADAPTER)
     except (NoMatchingPeftModuleError, ValueError) as error:
@@ -303,6 +295,19 @@ def attach_adapters(
     if not is_empty:
         refuse_uncomputed(model)
     return targets
+
+
+def lora_config(settings: MethodSettings, names: Sequence[str], **more: Any) -> LoraConfig:
+    """Return peft's configuration of adapters on the layers of these names."""
+    return LoraConfig(
+        r=settings.rank,
+        lora_alpha=2 * settings.rank if settings.alpha == "auto" else settings.alpha,
+        lora_dropout=settings.dropout,
+        target_modules=list(names),
+        use_rslora=settings.variant == "rslora",
+        use_dora=settings.variant == "dora",
+        **more,
+    )
 
 
 def adapter_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -341,7 +346,7 @@ def save_adapter(loaded: LoadedModel, storage: StorageFormat, folder: Path) -> i
     return save_folder(write, sum(tensor.nbytes for tensor in tensors.values()), folder)
 
 
-def _check_rank(model: nn.Module, layers: Iterable[str], rank: int) -> None:
+def check_rank(model: nn.Module, layers: Iterable[str], rank: int) -> None:
     """Raise BadInput for a rank above that of the layers themselves."""
     for name in layers:
         sizes: tuple[int, ...] = tuple(model.get_parameter(f"{name}.weight").shape)

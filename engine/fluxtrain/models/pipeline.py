@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fluxtrain.errors import BadInput, Disagrees
@@ -78,7 +78,9 @@ def load_transformer(
     """
     folder = pipeline.folder / "transformer"
     model = _on_meta(folder)
-    model.load_state_dict(_tensors(pipeline.weights, empty.precision.dtype), assign=True)
+    dtype = getattr(torch, empty.precision.dtype)
+    tensors = {n: t.to(dtype) for file in pipeline.weights for n, t in load_file(file).items()}
+    model.load_state_dict(tensors, assign=True)
     model.requires_grad_(True)
     check_finite(model, str(folder), packed_elements)
     return model.train()
@@ -95,15 +97,6 @@ def _on_meta(folder: Path) -> Any:
             return FluxTransformer2DModel.from_config(settings).train()
         except (TypeError, ValueError) as error:
             raise BadInput(f"{folder / 'config.json'} makes no FLUX model: {error}") from error
-
-
-def _tensors(files: tuple[Path, ...], dtype: str) -> dict[str, torch.Tensor]:
-    """Map the tensors of weight files; those of another dtype are converted."""
-    found: dict[str, torch.Tensor] = {}
-    for path in files:
-        with safe_open(path, framework="pt") as file:
-            found |= {name: file.get_tensor(name).to(getattr(torch, dtype)) for name in file.keys()}  # noqa: SIM118 - no mapping
-    return found
 
 
 def _check_shapes(folder: Path, model: nn.Module, headers: dict[Path, dict[str, Any]]) -> None:

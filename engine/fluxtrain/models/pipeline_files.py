@@ -8,11 +8,13 @@ from pathlib import Path
 
 from fluxtrain.errors import BadInput
 from fluxtrain.files.atomic import read_json
+from fluxtrain.files.opening import open_plain
 from fluxtrain.models.model_files import PIPELINE_INDEX
 
 PARTS = (
     "transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler",
 )  # fmt: skip
+_CARD_BYTES = 4096  # the front matter of a model card comes first
 _KINDS = ("FluxKontextPipeline", "FluxPipeline")
 
 
@@ -58,3 +60,18 @@ def weights_of(folder: Path) -> tuple[Path, ...]:
         lacks = ", ".join(absent[:3]) or "weights (*.safetensors)"
         raise BadInput(f"{folder} lacks {lacks}: download it again")
     return tuple(file for file in files if not named or file.name in named)
+
+
+def stated_licence(folder: Path) -> str | None:
+    """Return the licence that the front matter of a model's card names."""
+    try:
+        with open_plain(folder / "README.md", follow=True) as card:
+            head = card.read(_CARD_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return None
+    front = head.removeprefix("---").partition("\n---")[0] if head.startswith("---") else ""
+    values = dict(line.split(":", 1) for line in front.splitlines() if ":" in line)
+    for key in ("license_name", "license"):  # `license: other` comes with the name beside it
+        if name := values.get(key, "").strip().strip("'\""):
+            return name
+    return None

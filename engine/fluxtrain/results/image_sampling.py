@@ -11,11 +11,9 @@ from typing import Any
 import torch
 
 import fluxtrain
-from fluxtrain.config.schema import RunConfig
 from fluxtrain.core.wrap.engine import engine_of
-from fluxtrain.data.images.buckets import bucket_for, buckets_of
 from fluxtrain.data.images.pairs import Pair, Picture, picture_of
-from fluxtrain.data.images.pictures import BadPicture, save_png, size_of
+from fluxtrain.data.images.pictures import BadPicture, bucket_for, buckets_of, save_png, size_of
 from fluxtrain.errors import BadInput
 from fluxtrain.events.answers.answers import SampleAnswer
 from fluxtrain.events.run_folder.run_dir import RunDir, find_run
@@ -60,24 +58,27 @@ def sample(request: SampleRequest, tell: Tell) -> SampleAnswer:
     config = stored_config(run_dir)
     if not is_pipeline(config.model.path):
         raise BadInput(f"{run_dir.path} is a run of text: use `fluxtrain generate` for it")
-    _refuse_unsaved(config, run_dir)
+    is_full = config.method.name == "full"
+    if not (run_dir.model / ("transformer" if is_full else LORA_FILE)).exists():
+        raise BadInput(
+            f"{run_dir.path} has saved no model yet: go on with `fluxtrain train --resume "
+            f"{run_dir.path}`"
+        )
     started_s = time.monotonic()
     asked: Any = request.device or "auto"
-    found = check_accelerator(
-        torch.cuda.is_available(), asked, torch_cuda_version=torch.version.cuda
-    )
-    device = torch.device(found.value)
+    cuda = torch.cuda.is_available(), asked
+    device = torch.device(check_accelerator(*cuda, torch_cuda_version=torch.version.cuda).value)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     pipeline = open_pipeline(config.model.path)
-    source = ModelSource.of(config.model, capability)
-    empty = open_transformer(_trained(config, pipeline, run_dir), source)
+    trained = PipelineFolder(run_dir.model) if is_full else pipeline
+    empty = open_transformer(trained, ModelSource.of(config.model, capability))
     dtype, image = empty.precision.dtype, config.image
     encodings = encodings_of(pipeline, dtype, image.caption_tokens, image.cache)
     pair = _pair(request, image.size)
     encode(encodings, [pair], device, tell)
     tell("loading the transformer")
-    model = load_transformer(_trained(config, pipeline, run_dir), empty).requires_grad_(False)
-    if config.method.name != "full":
+    model = load_transformer(trained, empty).requires_grad_(False)
+    if not is_full:
         load_adapter(model, run_dir.model)
     model.eval()
     if device.type == "cuda":
@@ -99,35 +100,14 @@ def sample(request: SampleRequest, tell: Tell) -> SampleAnswer:
     )
 
 
-def _trained(config: RunConfig, pipeline: PipelineFolder, run_dir: RunDir) -> PipelineFolder:
-    """Return where the transformer is: of full training, in the run."""
-    return PipelineFolder(run_dir.model) if config.method.name == "full" else pipeline
-
-
-def _refuse_unsaved(config: RunConfig, run_dir: RunDir) -> None:
-    needed = run_dir.model / ("transformer" if config.method.name == "full" else LORA_FILE)
-    if not needed.exists():
-        raise BadInput(
-            f"{run_dir.path} has saved no model yet: go on with `fluxtrain train --resume "
-            f"{run_dir.path}`"
-        )
-
-
 def _pair(request: SampleRequest, side: int) -> Pair:
     """Return the reference with its prompt at the run's size; without one a square."""
-    buckets = buckets_of(side)
-    if request.reference is None:
-        nothing: Any = Picture(Path(), "")
-        return Pair(
-            image=nothing, references=(), prompt=request.prompt, mask=None, bucket=(side, side),
-            where="--prompt",
-        )  # fmt: skip
-    try:
-        bucket = bucket_for(*size_of(request.reference), buckets)
-        picture = picture_of(request.reference)
-    except BadPicture as error:
-        raise BadInput(f"{request.reference} {error}") from None
-    return Pair(
-        image=picture, references=(picture,), prompt=request.prompt, mask=None, bucket=bucket,
-        where=str(request.reference),
-    )  # fmt: skip
+    bucket, references = (side, side), tuple[Picture, ...]()
+    if request.reference is not None:
+        try:
+            bucket = bucket_for(*size_of(request.reference), buckets_of(side))
+            references = (picture_of(request.reference),)
+        except BadPicture as error:
+            raise BadInput(str(error)) from None
+    image = references[0] if references else Picture(Path(), "")  # of which nothing is encoded
+    return Pair(image=image, references=references, prompt=request.prompt, mask=None, bucket=bucket)

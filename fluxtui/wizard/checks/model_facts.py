@@ -17,19 +17,16 @@ from typing import Any
 
 from fluxtrain.errors import BadInput
 from fluxtrain.files.atomic import read_json
-from fluxtrain.files.opening import open_plain
 from fluxtrain.models.model_files import (
     ModelFiles,
     check_model_folder,
     is_pipeline,
     safetensors_header,
 )
-from fluxtrain.models.pipeline_files import check_pipeline
+from fluxtrain.models.pipeline_files import check_pipeline, stated_licence
 from fluxtrain.units import bytes_text, count_text
 from fluxtui.home import expanded, home_folder
 from fluxtui.words import counted
-
-_CARD_BYTES = 4096  # the front matter of a model card comes first
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,7 +99,7 @@ def _facts(folder: Path, files: ModelFiles) -> ModelDescription:
         blocks=_first_int(shape, "num_hidden_layers", "n_layer", "num_layers"),
         hidden=_first_int(shape, "hidden_size", "n_embd", "d_model"),
         context=_first_int(shape, "max_position_embeddings", "n_positions", "n_ctx"),
-        licence=_licence(folder, config),
+        licence=str(config.get("license") or "") or stated_licence(folder),
         warnings=_warnings(files),
     )
 
@@ -123,7 +120,7 @@ def _pipeline_facts(folder: Path) -> ModelDescription:
         blocks=sum(count for count in blocks if isinstance(count, int)) or None,
         hidden=heads * size if isinstance(heads, int) and isinstance(size, int) else None,
         context=None,
-        licence=_licence(folder, {}),
+        licence=stated_licence(folder),
     )
 
 
@@ -140,20 +137,3 @@ def _warnings(files: ModelFiles) -> tuple[str, ...]:
 
 def _first_int(config: Mapping[str, Any], *names: str) -> int | None:
     return next((config[name] for name in names if isinstance(config.get(name), int)), None)
-
-
-def _licence(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """Return the licence that the configuration or the front matter of the model card names."""
-    if isinstance(config.get("license"), str):
-        return str(config["license"])
-    try:
-        with open_plain(folder / "README.md", follow=True) as card:
-            head = card.read(_CARD_BYTES).decode("utf-8", "replace")
-    except OSError:
-        return None
-    front = head.removeprefix("---").partition("\n---")[0] if head.startswith("---") else ""
-    values = dict(line.split(":", 1) for line in front.splitlines() if ":" in line)
-    for key in ("license_name", "license"):  # `license: other` comes with the name beside it
-        if name := values.get(key, "").strip().strip("'\""):
-            return name
-    return None

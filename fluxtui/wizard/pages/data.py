@@ -134,20 +134,8 @@ def data_page(view: WizardView, width: int) -> Content:
     return Content("\n\n").join(part for part in parts if part.plain)
 
 
-def pair_rows(found: PairsInspectionAnswer) -> tuple[tuple[str, str], ...]:
-    """Return name and value of every fact about pairs of images."""
-    sizes = ", ".join(f"{count:,} of {size}" for size, count in found.sizes.items())
-    return (
-        ("layout", found.layout),
-        ("pairs", f"{found.pairs:,} to train on, {found.held_out:,} held out: {sizes}"),
-        ("a row", f"{found.sequence_length:,} tokens in the largest pair, with its prompt"),
-        ("licence", found.license),
-        ("sheet", found.contact_sheet),
-    )
-
-
 def _pairs(found: PairsInspectionAnswer, view: WizardView, width: int) -> list[Content]:
-    parts = [drawing.pairs(pair_rows(found), width)]
+    parts = [drawing.pairs(found.rows(), width)]
     parts += [drawing.caution(note, width) for note in found.notes]
     hint = "references, then the target, with the prompt"
     lines = [drawing.heading("Contact sheet", hint, width), *_sheet(found, view.pictures)]

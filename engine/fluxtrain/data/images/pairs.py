@@ -18,10 +18,18 @@ from typing import Any
 
 from fluxtrain.data.containers.opening import SUFFIXES as CONTAINERS
 from fluxtrain.data.containers.opening import container_of, is_about_data, records, suffix_of
-from fluxtrain.data.containers.record import Problem, Record, keys_of
+from fluxtrain.data.containers.record import Problem, keys_of
 from fluxtrain.data.containers.streams import Source
-from fluxtrain.data.images.buckets import Bucket, bucket_for, buckets_of
-from fluxtrain.data.images.pictures import SUFFIXES, BadPicture, decode, mask_weights, size_of
+from fluxtrain.data.images.pictures import (
+    SUFFIXES,
+    BadPicture,
+    Bucket,
+    bucket_for,
+    buckets_of,
+    decode,
+    mask_weights,
+    size_of,
+)
 from fluxtrain.errors import BadInput
 from fluxtrain.files.atomic import write_bytes
 from fluxtrain.files.cache import cache_root
@@ -36,17 +44,12 @@ _KEYS = {
 _NUMBERED = ("path_control_", "control_", "reference_")  # and a number: further references
 _SHAPE = 0.02  # by which width / height of target and reference may differ, as a share
 _NAMED = 8  # bad pairs that a message names
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FoundPair:
-    """A pair as the data names it, not looked at yet."""
-
-    image: Path
-    references: tuple[Path, ...]  # none: the image is made from the words alone
-    prompt: str
-    mask: Path | None
-    where: str  # the file and line
+_LAYOUTS = (
+    f"name a .jsonl with image, reference and prompt, a .csv or .parquet, or a folder with "
+    f"{TARGETS}/ and {CONTROLS}/"
+)
+_Row = dict[str, Any]  # a pair as the data names it, with:
+_FOLDER, _BAD = "/folder", "/bad"  # from where its paths count; why it cannot be used
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,6 @@ class Pair:
     prompt: str
     mask: Picture | None
     bucket: Bucket
-    where: str
 
     @property
     def pictures(self) -> tuple[Picture, ...]:
@@ -78,9 +80,15 @@ class Pair:
 class Pairs:
     """The pairs of the data, and notes on them for a person."""
 
-    pairs: tuple[Pair, ...]
+    trained: tuple[Pair, ...]
     layout: str
     notes: tuple[str, ...]
+    held_out: tuple[Pair, ...] = ()
+
+    @property
+    def all(self) -> tuple[Pair, ...]:
+        """Return trained and held-out pairs."""
+        return (*self.trained, *self.held_out)
 
 
 def read_pairs(
@@ -95,22 +103,19 @@ def read_pairs(
     Pictures that `is_known` were decoded before and are not decoded again. Raises BadInput, which
     names bad pairs with file and line, where there are more than `most_bad`, or no good one.
     """
-    layout, found = _found(path)
+    layout, rows = _found(path)
     bad: list[str] = []
     good: list[Pair] = []
     buckets = buckets_of(side)
-    for one in found:
-        if isinstance(one, str):
-            bad.append(one)
-            continue
+    for where, row in rows:
         try:
-            good.append(_checked(one, buckets, is_known))
+            good.append(_pair(row, buckets, is_known))
         except BadPicture as error:
-            bad.append(f"{one.where}: {error}")
+            bad.append(f"{where}: {error}")
+    if not good and not bad:
+        raise BadInput(f"{path} holds no pairs of images: {_LAYOUTS}")
     if len(bad) > most_bad or not good:
         shown = "; ".join(bad[:_NAMED]) + f"; and {len(bad) - _NAMED:,} more" * (len(bad) > _NAMED)
-        if not bad:
-            raise BadInput(f"{path} holds no pairs of images: {_layouts()}")
         least = f"at most {most_bad} may be bad" if good else "none is left"
         raise BadInput(
             f"{len(bad):,} of {len(bad) + len(good):,} pairs cannot be used ({least}): {shown}"
@@ -131,19 +136,12 @@ def _notes(pairs: Sequence[Pair], bad: Sequence[str]) -> Iterator[str]:
         yield f"{without:,} pairs have no reference: their images are learned from words alone"
 
 
-def _layouts() -> str:
-    return (
-        f"name a .jsonl with image, reference and prompt, a .csv or .parquet, or a folder with "
-        f"{TARGETS}/ and {CONTROLS}/"
-    )
-
-
-def _found(path: Path) -> tuple[str, Iterable[FoundPair | str]]:
-    """Return the layout with the pairs, or with what is wrong with each."""
+def _found(path: Path) -> tuple[str, Iterable[tuple[str, _Row]]]:
+    """Return the layout with the pairs as the data names them, and where it does."""
     if path.is_file():
-        return f"rows of {path.name}", _of_rows([path])
+        return f"rows of {path.name}", _rows_of([path])
     if not path.is_dir():
-        raise BadInput(f"{path} does not exist: {_layouts()}")
+        raise BadInput(f"{path} does not exist: {_LAYOUTS}")
     files = sorted(
         file
         for file in (*path.iterdir(), *path.glob("data/*"), *path.glob("train*/*"))
@@ -151,150 +149,115 @@ def _found(path: Path) -> tuple[str, Iterable[FoundPair | str]]:
         if suffix_of(file) not in (".txt", ".md")
     )
     folders = (path / TARGETS).is_dir()
-    kinds = dict.fromkeys(suffix_of(file) for file in files)
-    if folders + len(kinds) > 1:
-        named = [*([f"{TARGETS}/"] if folders else []), *(file.name for file in files[:3])]
+    if folders + len({suffix_of(file) for file in files}) > 1:
+        named = [f"{TARGETS}/"] * folders + [file.name for file in files[:3]]
         raise BadInput(
             f"{path} holds several layouts of pairs ({', '.join(named)}): set data.path to one file"
         )
     if folders:
         return "folders", _of_folders(path)
-    if not files:
-        raise BadInput(f"{path} holds no pairs of images: {_layouts()}")
-    return f"rows of {files[0].name}" + f" and {len(files) - 1} more" * (len(files) > 1), _of_rows(
-        files
-    )
+    more = f" and {len(files) - 1} more" * (len(files) > 1)
+    return f"rows of {files[0].name if files else path}{more}", _rows_of(files)
 
 
-def _of_folders(path: Path) -> Iterator[FoundPair | str]:
-    controls = _pictures_in(path / CONTROLS)
-    targets = _pictures_in(path / TARGETS)
+def _of_folders(path: Path) -> Iterator[tuple[str, _Row]]:
+    controls, targets = _pictures_in(path / CONTROLS), _pictures_in(path / TARGETS)
     for stem, image in targets.items():
         if stem.endswith("_mask") and stem.removesuffix("_mask") in targets:
             continue
         words = image.with_suffix(".txt")
-        if not words.is_file():
-            yield f"{image}: {words.name} is missing beside it: write the prompt into it"
-            continue
+        further = (f"{stem}_control_{number}" for number in range(1, len(controls) + 1))
+        row: _Row = {
+            "image": image,
+            "reference": [controls[name] for name in (stem, *further) if name in controls],
+            "mask": controls.get(f"{stem}_mask") or targets.get(f"{stem}_mask"),
+        }
         try:
-            prompt = words.read_text(encoding="utf-8").strip()
+            row["prompt"] = words.read_text(encoding="utf-8")
+        except OSError:
+            row = {_BAD: f"{words.name} is missing beside it: write the prompt into it"}
         except ValueError:
-            yield f"{words}: is not UTF-8 text"
-            continue
-        further = [f"{stem}_control_{number}" for number in range(1, len(controls) + 1)]
-        names = [stem, *further]
-        references = tuple(controls[name] for name in names if name in controls)
+            row = {_BAD: f"{words.name} is not UTF-8 text"}
         if controls and stem not in controls:
-            yield f"{image}: {CONTROLS}/{stem}.* is missing: add the reference, or remove the image"
-            continue
-        mask = controls.get(f"{stem}_mask") or targets.get(f"{stem}_mask")
-        yield FoundPair(
-            image=image, references=references, prompt=prompt, mask=mask, where=str(image)
-        )
+            row = {_BAD: f"{CONTROLS}/{stem}.* is missing: add it, or remove the image"}
+        yield str(image), row
 
 
 def _pictures_in(folder: Path) -> dict[str, Path]:
-    if not folder.is_dir():
-        return {}
-    files = sorted(folder.iterdir())
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
     return {file.stem: file for file in files if file.suffix.lower() in (*SUFFIXES, ".gif")}
 
 
-def _of_rows(files: Sequence[Path]) -> Iterator[FoundPair | str]:
+def _rows_of(files: Sequence[Path]) -> Iterator[tuple[str, _Row]]:
     for file in files:
         container = container_of(file).container
         if container == "text":
-            raise BadInput(f"{file} is text: {_layouts()}")
+            raise BadInput(f"{file} is text: {_LAYOUTS}")
         with Source(file) as source:
             for record in records(source, container):
                 if isinstance(record, Problem):
-                    yield str(record)
-                    continue
-                try:
-                    yield _of_record(record, file.parent)
-                except BadPicture as error:
-                    yield f"{record.origin}: {error}"
+                    yield str(record.origin), {_BAD: record.said.lstrip(": ")}
+                else:
+                    yield str(record.origin), {_FOLDER: file.parent, **record.values}
 
 
-def _of_record(record: Record, folder: Path) -> FoundPair:
-    values = record.values
-    found = {
-        kind: next((values[key] for key in keys if key in values), None)
-        for kind, keys in _KEYS.items()
-    }
-    if found["image"] is None:
-        raise BadPicture(f"no image: of {keys_of(values)} none is {', '.join(_KEYS['image'])}")
-    if not isinstance(found["prompt"], str):
-        raise BadPicture(f"no prompt: of {keys_of(values)} none is {', '.join(_KEYS['prompt'])}")
-    first = found["references"]
-    references = first if isinstance(first, list) else [first]
+def _pair(
+    row: _Row, buckets: tuple[Bucket, ...], is_known: Callable[[Picture, Bucket], bool]
+) -> Pair:
+    """Look at all files that a row names. Raises BadPicture."""
+    if _BAD in row:
+        raise BadPicture(row[_BAD])
+    named = {kind: next((row[k] for k in keys if k in row), None) for kind, keys in _KEYS.items()}
+    for kind, needed in (("image", object), ("prompt", str)):
+        if named[kind] is None or not isinstance(named[kind], needed):
+            keys = keys_of({key: value for key, value in row.items() if key != _FOLDER})
+            raise BadPicture(f"no {kind}: of {keys} none is {', '.join(_KEYS[kind])}")
+    first = named["references"]
     numbered = [
-        values[key]
+        row[key]
         for start in _NUMBERED
-        for key in sorted(values)
+        for key in sorted(row)
         if key.startswith(start) and key.removeprefix(start).isdecimal()
     ]
-    return FoundPair(
-        image=_file_of(found["image"], folder),
-        references=tuple(_file_of(one, folder) for one in (*references, *numbered) if one),
-        prompt=found["prompt"].strip(),
-        mask=None if found["mask"] is None else _file_of(found["mask"], folder),
-        where=str(record.origin),
-    )
+    given = [named["image"], *(first if isinstance(first, list) else [first]), *numbered]
+    paths = [_file_of(one, row.get(_FOLDER, Path())) for one in given if one]
+    sizes = [size_of(path) for path in paths]
+    (width, height), *others = sizes
+    if others and abs(log(others[0][0] * height / (others[0][1] * width))) > _SHAPE:
+        raise BadPicture(
+            f"{paths[1].name} has {others[0][0]} x {others[0][1]} pixels and {paths[0].name} "
+            f"{width} x {height}: another shape, so that the change would be learned shifted; "
+            "crop both alike"
+        )
+    bucket = bucket_for(width, height, buckets)
+    pictures = [picture_of(path) for path in paths]
+    for picture in pictures:
+        if not is_known(picture, bucket):
+            decode(picture.path)
+    mask = None
+    if named["mask"] is not None:
+        mask = picture_of(_file_of(named["mask"], row.get(_FOLDER, Path())))
+        mask_weights(mask.path, bucket)
+    return Pair(
+        image=pictures[0], references=tuple(pictures[1:]), prompt=str(named["prompt"]).strip(),
+        mask=mask, bucket=bucket,
+    )  # fmt: skip
 
 
 def _file_of(value: Any, folder: Path) -> Path:
     """Return the file of a picture; one that stands in the row itself is unpacked into the
     cache."""
-    if isinstance(value, str) and value:
-        return folder / Path(value).expanduser()
-    if isinstance(value, dict) and isinstance(value.get("bytes"), bytes):
-        content: bytes = value["bytes"]
+    content = value.get("bytes") if isinstance(value, dict) else None
+    if isinstance(content, bytes):
         place = cache_root() / "images" / "unpacked" / hashlib.sha256(content).hexdigest()
         if not place.exists():
             place.parent.mkdir(parents=True, exist_ok=True)
             write_bytes(place, content)
         return place
-    if isinstance(value, dict) and value.get("path"):
-        return folder / str(value["path"])
+    path = value.get("path") if isinstance(value, dict) else value
+    if path and isinstance(path, str | Path):
+        return folder / Path(path).expanduser()
     raise BadPicture(f"{type(value).__name__} where the path of a picture should be")
-
-
-def _checked(
-    found: FoundPair, buckets: tuple[Bucket, ...], is_known: Callable[[Picture, Bucket], bool]
-) -> Pair:
-    width, height = _named(found.image, size_of)
-    bucket = bucket_for(width, height, buckets)
-    for number, reference in enumerate(found.references):
-        size = _named(reference, size_of)
-        if number == 0 and abs(log(size[0] * height / (size[1] * width))) > _SHAPE:
-            raise BadPicture(
-                f"{reference.name} has {size[0]} x {size[1]} pixels and {found.image.name} "
-                f"{width} x {height}: another shape, so that the change would be learned shifted; "
-                "crop both alike"
-            )
-    pictures = []
-    for path in (found.image, *found.references):
-        picture = _named(path, picture_of)
-        if not is_known(picture, bucket):
-            _named(path, decode)
-        pictures.append(picture)
-    mask = None
-    if found.mask is not None:
-        mask = _named(found.mask, picture_of)
-        _named(found.mask, lambda path: mask_weights(path, bucket))
-    return Pair(
-        image=pictures[0], references=tuple(pictures[1:]), prompt=found.prompt, mask=mask,
-        bucket=bucket, where=found.where,
-    )  # fmt: skip
-
-
-def _named(path: Path, look: Callable[[Path], Any]) -> Any:
-    """Look at a picture; what is wrong with it is told with its name."""
-    try:
-        return look(path)
-    except BadPicture as error:
-        raise BadPicture(f"{path.name} {error}") from None
 
 
 def picture_of(path: Path) -> Picture:
@@ -303,4 +266,4 @@ def picture_of(path: Path) -> Picture:
         with path.open("rb") as file:
             return Picture(path, hashlib.file_digest(file, "sha256").hexdigest())
     except OSError as error:
-        raise BadPicture(f"cannot be read ({error.strerror})") from None
+        raise BadPicture(f"{path.name} cannot be read ({error.strerror})") from None

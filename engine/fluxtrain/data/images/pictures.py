@@ -1,4 +1,5 @@
-"""Opens, checks and crops pictures with Pillow.
+"""Opens, checks and crops pictures with Pillow, to sizes that are FLUX.1 Kontext's own, scaled to
+an area.
 
 What a training cannot use as it is meant is refused with the cure: other formats, CMYK, 16 bits,
 cut files. Turned photos are turned back, and what is transparent is shown on white.
@@ -8,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import log
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from fluxtrain.data.images.buckets import MULTIPLE, Bucket
 from fluxtrain.errors import BadInput
 from fluxtrain.files.atomic import whole_file
 
@@ -22,12 +23,42 @@ FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 MOST_PIXELS = 8192  # of a side
 LEAST_PIXELS = 16
+_SCALE = f"and {MOST_PIXELS:,} a side are the most: scale it down"
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # in EXIF: width and height change places
 _WHITE = (255, 255, 255)
+MULTIPLE = 16  # pixels of a token: the VAE halves three times, and 2 x 2 latents are packed
+_AREA_SIDE = 1024
+# (width, height) near one megapixel that FLUX.1 Kontext was trained at
+_SIZES = (
+    (672, 1568), (688, 1504), (720, 1456), (752, 1392), (800, 1328), (832, 1248), (880, 1184),
+    (944, 1104), (1024, 1024),
+)  # fmt: skip
+
+Bucket = tuple[int, int]  # width and height, pixels
 
 
 class BadPicture(ValueError):
-    """Raised with what is wrong with a picture, to follow its name in a sentence."""
+    """Raised with the name of a picture, and what is wrong with it."""
+
+
+def buckets_of(side: int) -> tuple[Bucket, ...]:
+    """Return the sizes whose area is about `side` x `side` pixels, from narrow to wide."""
+    half = [(_scaled(width, side), _scaled(height, side)) for width, height in _SIZES]
+    return tuple(dict.fromkeys([*half, *((height, width) for width, height in reversed(half))]))
+
+
+def bucket_for(width: int, height: int, buckets: tuple[Bucket, ...]) -> Bucket:
+    """Return the size whose shape is nearest: of it the least is cut off."""
+    return min(buckets, key=lambda size: abs(log(width * size[1] / (height * size[0]))))
+
+
+def tokens_of(bucket: Bucket) -> int:
+    """Count the tokens of one image."""
+    return (bucket[0] // MULTIPLE) * (bucket[1] // MULTIPLE)
+
+
+def _scaled(pixels: int, side: int) -> int:
+    return max(MULTIPLE, round(pixels * side / _AREA_SIDE / MULTIPLE) * MULTIPLE)
 
 
 def size_of(path: Path) -> tuple[int, int]:
@@ -69,7 +100,7 @@ def mask_weights(path: Path, bucket: Bucket) -> npt.NDArray[np.float32]:
         whole.resize(tokens, Image.Resampling.BOX), dtype=np.float32
     ).reshape(-1)
     if not weights.any():
-        raise BadPicture("is black all over, so nothing of the image would be learned")
+        raise BadPicture(f"{path.name} is black all over, so nothing would be learned")
     return weights / np.float32(255)
 
 
@@ -86,39 +117,37 @@ def _opened(path: Path) -> Iterator[Any]:
     image, errors = pillow()
     try:
         with image.open(path) as picture:
-            _check_header(picture)
+            if wrong := _wrong_header(picture):
+                raise BadPicture(f"{path.name} {wrong}")
             yield picture
+            return
     except BadPicture:
         raise
     except FileNotFoundError:
-        raise BadPicture("does not exist") from None
+        wrong = "does not exist"
     except image.DecompressionBombError:
-        raise BadPicture(_too_large("more than 179 million pixels")) from None
+        wrong = f"has more than 179 million pixels, {_SCALE}"
     except errors:
-        raise BadPicture(f"is no picture that can be read: save it as {FORMATS[0]}") from None
+        wrong = f"is no picture that can be read: save it as {FORMATS[0]}"
     except (OSError, SyntaxError, ValueError) as error:
         what = " ".join(str(error).split())[:100]
-        raise BadPicture(f"is cut or damaged ({what}): copy or save it again") from None
+        wrong = f"is cut or damaged ({what}): copy or save it again"
+    raise BadPicture(f"{path.name} {wrong}")
 
 
-def _check_header(picture: Any) -> None:
+def _wrong_header(picture: Any) -> str:
     width, height = picture.size
-    if picture.format not in FORMATS:
-        raise BadPicture(f"is a {picture.format}: save it as PNG, JPEG or WEBP")
-    if picture.mode == "CMYK":
-        raise BadPicture("is CMYK, whose colours depend on a printer: save it as RGB")
-    if picture.mode.startswith(("I", "F")):
-        raise BadPicture(f"has more than 8 bits a channel ({picture.mode}): save it with 8")
-    if max(width, height) > MOST_PIXELS:
-        raise BadPicture(_too_large(f"{width:,} x {height:,} pixels"))
-    if min(width, height) < LEAST_PIXELS:
-        raise BadPicture(f"has {width} x {height} pixels, and {LEAST_PIXELS} a side are the least")
-    if getattr(picture, "n_frames", 1) > 1:
-        raise BadPicture("is animated: save one frame of it")
-
-
-def _too_large(size: str) -> str:
-    return f"has {size}, and {MOST_PIXELS:,} a side are the most: scale it down"
+    wrong = {
+        f"is a {picture.format}: save it as PNG, JPEG or WEBP": picture.format not in FORMATS,
+        "is CMYK, whose colours depend on a printer: save it as RGB": picture.mode == "CMYK",
+        f"has more than 8 bits a channel ({picture.mode}): save it with 8":
+            picture.mode.startswith(("I", "F")),
+        f"has {width:,} x {height:,} pixels, {_SCALE}": max(width, height) > MOST_PIXELS,
+        f"has {width} x {height} pixels, and {LEAST_PIXELS} a side are the least":
+            min(width, height) < LEAST_PIXELS,
+        "is animated: save one frame of it": getattr(picture, "n_frames", 1) > 1,
+    }  # fmt: skip
+    return next((words for words, applies in wrong.items() if applies), "")
 
 
 def _on_white(picture: Any) -> Any:

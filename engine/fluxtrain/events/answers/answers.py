@@ -117,6 +117,17 @@ class PairsInspectionAnswer(Answer, frozen=True, kw_only=True):
     prompts: tuple[str, ...]  # of the pairs on the contact sheet
     contact_sheet: str  # a PNG file: reference and target of the first pairs
 
+    def rows(self) -> tuple[tuple[str, str], ...]:
+        """Return name and value of every fact."""
+        sizes = ", ".join(f"{count:,} of {size}" for size, count in self.sizes.items())
+        return (
+            ("layout", self.layout),
+            ("pairs", f"{self.pairs:,} to train on, {self.held_out:,} held out: {sizes}"),
+            ("a row", f"{self.sequence_length:,} tokens in the largest pair, with its prompt"),
+            ("licence", self.license),
+            ("sheet", self.contact_sheet),
+        )
+
 
 class SampleAnswer(Answer, frozen=True, kw_only=True):
     """An image that a run's model made."""

@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model_state_dict
+from peft import get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fluxtrain.config.schema import MethodSettings
 from fluxtrain.errors import BadInput, Disagrees
+from fluxtrain.methods.adapters import ADAPTER, check_rank, lora_config
 from fluxtrain.methods.trained_on import TrainedOn
 from fluxtrain.models.export import save_folder
 from fluxtrain.models.quiet import quiet_diffusers
 
-ADAPTER = "default"
 LORA_FILE = "pytorch_lora_weights.safetensors"  # the name that diffusers looks for
 LISTS = ("transformer_blocks", "single_transformer_blocks")
 TARGETS = (
@@ -66,21 +66,9 @@ def attach(model: Any, settings: MethodSettings) -> list[str]:
             "all read: use lora or rslora"
         )
     layers = find_layers(model, settings.targets)
-    for name in layers:
-        least = min(model.get_submodule(name).weight.shape)
-        if settings.rank > least:
-            raise BadInput(
-                f"method.rank is {settings.rank} and {name} has a side of {least}: use that or less"
-            )
-    config = LoraConfig(
-        r=settings.rank,
-        lora_alpha=2 * settings.rank if settings.alpha == "auto" else settings.alpha,
-        lora_dropout=settings.dropout,
-        target_modules=layers,
-        use_rslora=settings.variant == "rslora",
-    )
+    check_rank(model, layers, settings.rank)
     model.requires_grad_(False)
-    model.add_adapter(config, adapter_name=ADAPTER)
+    model.add_adapter(lora_config(settings, layers), adapter_name=ADAPTER)
     return layers
 
 

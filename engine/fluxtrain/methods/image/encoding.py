@@ -21,9 +21,8 @@ from torch import Tensor
 
 from fluxtrain.core.device.heap import trim_heap
 from fluxtrain.core.wrap.engine import engine_of
-from fluxtrain.data.images.buckets import Bucket
 from fluxtrain.data.images.pairs import Pair, Picture
-from fluxtrain.data.images.pictures import cropped
+from fluxtrain.data.images.pictures import Bucket, cropped
 from fluxtrain.errors import BadInput
 from fluxtrain.files.atomic import write_bytes
 from fluxtrain.files.cache import cache_root

@@ -8,13 +8,14 @@ https://arxiv.org/abs/2506.15742).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import exp, sqrt
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from fluxtrain.config.image_settings import ImageSettings
 from fluxtrain.methods.objective import choose_attention
 
 # the shift of noise levels by the count of the target's tokens, as the pipeline's scheduler has it
@@ -74,9 +75,7 @@ def level_at(quantile: float, timesteps: Timesteps, tokens: int) -> float:
 class FlowMatching:
     """The mean square error of the predicted flow, each pair weighing the same."""
 
-    timesteps: Timesteps
-    dropout: float  # share of prompts replaced by the empty one
-    guidance: float
+    image: ImageSettings  # how noise is drawn, and the guidance
     has_guidance: bool  # the model is told the guidance
     dtype: torch.dtype  # of the model's inputs
     empty: tuple[Tensor, Tensor]  # words (T, width) and pooled (width,) of the empty prompt
@@ -107,26 +106,19 @@ class FlowMatching:
 
     def to(self, batch: PairBatch, device: torch.device) -> PairBatch:
         """Copy all tensors to `device`."""
-        return PairBatch(
-            target=batch.target.to(device),
-            references=batch.references.to(device),
-            weights=batch.weights.to(device),
-            words=batch.words.to(device),
-            pooled=batch.pooled.to(device),
-            levels=None if batch.levels is None else batch.levels.to(device),
-            noise=None if batch.noise is None else batch.noise.to(device),
-        )
+        held = {field.name: getattr(batch, field.name) for field in fields(batch)}
+        return replace(batch, **{n: t.to(device) for n, t in held.items() if t is not None})
 
     def _drawn(self, batch: PairBatch) -> PairBatch:
         """Draw levels and noise, and which prompts are left out, on the CPU."""
         source = torch.default_generator
         count, tokens = len(batch.target), batch.weights.shape[1]
-        if self.timesteps == "uniform":
+        if self.image.timesteps == "uniform":
             levels = torch.rand(count, generator=source)
         else:
             levels = shifted(torch.sigmoid(torch.randn(count, generator=source)), tokens)
         noise = torch.randn(batch.target.shape, generator=source)
-        left_out = torch.rand(count, generator=source) < self.dropout
+        left_out = torch.rand(count, generator=source) < self.image.caption_dropout
         words, pooled = (
             torch.where(left_out.view(-1, *[1] * none.dim()).to(given.device),
                         none.to(given.device), given)
@@ -146,11 +138,12 @@ class FlowMatching:
         hidden = torch.cat([packed(image) for image in images], dim=1)
         _, _, height, width = target.shape
         device = hidden.device
+        guidance = torch.full((len(target),), self.image.guidance, device=device)
         known: Any = model
         flow: Tensor = known(
             hidden_states=hidden,
             timestep=batch.levels,
-            guidance=self._guidance(len(target), device),
+            guidance=guidance if self.has_guidance else None,
             pooled_projections=batch.pooled.to(self.dtype),
             encoder_hidden_states=batch.words.to(self.dtype),
             txt_ids=torch.zeros(batch.words.shape[1], 3, device=device),
@@ -161,6 +154,3 @@ class FlowMatching:
         errors = (flow[:, : wanted.shape[1]].float() - wanted).square().mean(-1)
         weights = batch.weights.to(errors.device)
         return (errors * weights).sum(-1) / weights.sum(-1)
-
-    def _guidance(self, count: int, device: torch.device) -> Tensor | None:
-        return torch.full((count,), self.guidance, device=device) if self.has_guidance else None

@@ -46,15 +46,20 @@ class LoadedPipeline(LoadedModel):
     pipeline: PipelineFolder
     encodings: Encodings
     pairs: Pairs
-    held_out: Pairs | None
 
 
-class _ImageMethod:
-    """The common code of methods over pairs of images."""
+@dataclass(frozen=True, kw_only=True)
+class ImageMethod:
+    """A method over pairs of images: every weight is trained, or low-rank adapters on frozen ones
+    that may be packed in 4 or 8 bits."""
+
+    adapts: bool
+    packs: bool
+    usual_rate: float
 
     def frozen_storage(self, settings: MethodSettings) -> StorageFormat:
-        """Keep frozen weights in their dtype."""
-        return "plain"
+        """Keep frozen weights in their dtype, or pack them as the settings say."""
+        return settings.base if self.packs else "plain"
 
     def load(
         self,
@@ -69,17 +74,13 @@ class _ImageMethod:
         empty = self.open_empty(config, capability)
         dtype, image = empty.precision.dtype, config.image
         encodings = encodings_of(pipeline, dtype, image.caption_tokens, image.cache)
-        pairs, apart = read_data(config, encodings)
+        pairs = read_data(config, encodings)
         device = torch.device("cpu" if capability is None else "cuda")
-        everything = [*pairs.pairs, *(apart.pairs if apart else ())]
 
         def encoded() -> None:
-            encode(encodings, everything, device, tell or (lambda _: None))
+            encode(encodings, pairs.all, device, tell or (lambda _: None))
 
-        if waits is None:
-            encoded()
-        else:
-            waits(encoded)
+        encoded() if waits is None else waits(encoded)
         if fits is not None:
             fits(empty.model, empty.copied)
         frozen = self.frozen_storage(config.method)
@@ -100,7 +101,6 @@ class _ImageMethod:
             pipeline=pipeline,
             encodings=encodings,
             pairs=pairs,
-            held_out=apart,
         )
 
     def open_empty(
@@ -113,32 +113,23 @@ class _ImageMethod:
     def task(self, config: RunConfig, loaded: LoadedPipeline, *_: object) -> ImageTask:
         """Make the task of predicting the flow from noise to the targets."""
         pairs = loaded.pairs
-        if loaded.held_out is None:
-            trained, apart = split_pairs(pairs.pairs, config.data.held_out, config.data.seed)
-        else:
-            trained, apart = pairs.pairs, loaded.held_out.pairs
-        words, pooled = loaded.encodings.prompt("")
         return ImageTask(
             objective=FlowMatching(
-                timesteps=config.image.timesteps,
-                dropout=config.image.caption_dropout,
-                guidance=config.image.guidance,
+                image=config.image,
                 has_guidance=bool(loaded.model.config.guidance_embeds),
                 dtype=getattr(torch, loaded.precision.dtype),
-                empty=(words, pooled),
+                empty=loaded.encodings.prompt(""),
             ),
             source=str(config.data.path),
             choices=data_choices(pairs),
-            uneven=is_uneven(trained),
+            uneven=is_uneven(pairs.trained),
             ends=(),
             prompt=None,
-            trained=trained,
-            held_out=apart,
+            pairs=pairs,
             encodings=loaded.encodings,
             accumulation=config.train.accumulation,
             seed=config.data.seed,
-            told=pairs.notes,
-            sampler=partial(PairSamples, config, apart, loaded.encodings),
+            sampler=partial(PairSamples, config, pairs.held_out, loaded.encodings),
         )
 
     def row_facts(self, config: RunConfig, model: Any) -> RowFacts:
@@ -157,74 +148,44 @@ class _ImageMethod:
     def try_saving(self, loaded: LoadedPipeline, beside: Path) -> None:
         """Nothing but weights is saved."""
 
-
-class LoraOnImages(_ImageMethod):
-    """Trains low-rank adapters, and saves them as diffusers names them."""
-
-    usual_rate = 1e-4
-
     def prepare(self, model: Any, config: RunConfig) -> tuple[ChoiceMade, ...]:
-        """Add adapters to the linear layers of the blocks, and freeze everything else."""
+        """Add adapters to the linear layers of the blocks, and freeze everything else; or leave the
+        model as it was loaded, whose every parameter is trained."""
+        if not self.adapts:
+            return ()
         from fluxtrain.methods.image.adapter import attach
 
-        layers = attach(model, config.method)
+        count = f"{len(attach(model, config.method)):,} layers"
         because = "as set" if config.method.targets != "auto" else "attention and MLP of all blocks"
-        return (
-            ChoiceMade(name="method.targets", value=f"{len(layers):,} layers", because=because),
-        )
+        return (ChoiceMade(name="method.targets", value=count, because=because),)
 
     def saved_bytes(self, facts: ModelFacts) -> int:
-        """Count the trained weights."""
-        return facts.trained_bytes
+        """Count the weights of the adapters, or all."""
+        return facts.trained_bytes if self.adapts else facts.weight_bytes
 
     def save(self, loaded: LoadedPipeline, settings: MethodSettings, folder: Path) -> None:
-        """Write the adapter with its scale folded in."""
+        """Write the adapter with its scale folded in, or the transformer's folder in files like
+        those that it came in."""
+        if not self.adapts:
+            save_transformer(loaded.model, loaded.pipeline, folder)
+            return
         from fluxtrain.methods.image.adapter import save_adapter
 
-        base = TrainedOn(
-            dtype=loaded.precision.dtype,
-            storage=self.frozen_storage(settings),
-            key=loaded.base_key,
-        )
+        dtype, storage = loaded.precision.dtype, self.frozen_storage(settings)
+        base = TrainedOn(dtype=dtype, storage=storage, key=loaded.base_key)
         save_adapter(loaded.model, base, folder)
 
 
-class FullOnImages(_ImageMethod):
-    """Trains every weight of the transformer, and saves it as a `transformer/` folder."""
-
-    usual_rate = 1e-5
-
-    def prepare(self, model: Any, config: RunConfig) -> tuple[ChoiceMade, ...]:
-        """Leave the model as it was loaded: every parameter is trained."""
-        return ()
-
-    def saved_bytes(self, facts: ModelFacts) -> int:
-        """Count all weights."""
-        return facts.weight_bytes
-
-    def save(self, loaded: LoadedPipeline, settings: MethodSettings, folder: Path) -> None:
-        """Write the transformer's folder, in files like those that it came in."""
-        save_transformer(loaded.model, loaded.pipeline, folder)
-
-
-class QLoraOnImages(LoraOnImages):
-    """The same on weights packed in 4 or 8 bits."""
-
-    def frozen_storage(self, settings: MethodSettings) -> StorageFormat:
-        """Pack frozen weights as the settings say."""
-        return settings.base
-
-
 IMAGE_METHODS: dict[str, Any] = {
-    "full": FullOnImages(),
-    "lora": LoraOnImages(),
-    "qlora": QLoraOnImages(),
+    "full": ImageMethod(adapts=False, packs=False, usual_rate=1e-5),
+    "lora": ImageMethod(adapts=True, packs=False, usual_rate=1e-4),
+    "qlora": ImageMethod(adapts=True, packs=True, usual_rate=1e-4),
 }
 
 
-def read_data(config: RunConfig, encodings: Encodings | None = None) -> tuple[Pairs, Pairs | None]:
-    """Check all pairs, to train on and held out; their pixels only where `encodings` are given,
-    which do not hold them yet.
+def read_data(config: RunConfig, encodings: Encodings | None = None) -> Pairs:
+    """Check all pairs, and hold some out; their pixels are checked only where `encodings` are
+    given, which do not hold them yet.
 
     Raises BadInput for bad pairs, and for settings that text alone has.
     """
@@ -238,12 +199,11 @@ def read_data(config: RunConfig, encodings: Encodings | None = None) -> tuple[Pa
         raise BadInput(
             "samples.prompts are of text: images are made for image.samples held-out pairs"
         )
-    read = [
-        None if path is None else _read(path, config, encodings)
-        for path in (data.path, data.held_out_path)
-    ]
-    assert read[0] is not None
-    return read[0], read[1]
+    found = _read(data.path, config, encodings)
+    if data.held_out_path is not None:
+        return replace(found, held_out=_read(data.held_out_path, config, encodings).trained)
+    trained, apart = split_pairs(found.trained, data.held_out, data.seed)
+    return replace(found, trained=trained, held_out=apart)
 
 
 def _read(path: Any, config: RunConfig, encodings: Encodings | None) -> Pairs:
@@ -255,53 +215,29 @@ def _read(path: Any, config: RunConfig, encodings: Encodings | None) -> Pairs:
         is_known=encodings.is_known if encodings else lambda *_: True,
     )  # fmt: skip
     most = config.image.caption_tokens
-    long = sum(len(pair.prompt.split()) > most for pair in found.pairs)
+    long = sum(len(pair.prompt.split()) > most for pair in found.trained)
     cut = f"{long:,} prompts have more than {most} words: what follows is not read"
     return replace(found, notes=(*found.notes, cut)) if long else found
 
 
 def data_choices(pairs: Pairs) -> tuple[ChoiceMade, ...]:
     """Say how the data is read, and at which sizes."""
-    sizes = list(dict.fromkeys(pair.bucket for pair in pairs.pairs))
-    shown = ", ".join(f"{width}x{height}" for width, height in sizes[:4])
+    sizes = [f"{width}x{height}" for width, height in dict.fromkeys(p.bucket for p in pairs.all)]
+    value = ", ".join(sizes[:4]) + ", ..." * (len(sizes) > 4)
+    because = f"{len(sizes)} of FLUX.1 Kontext's shapes are nearest to the images'"
     return (
         ChoiceMade(name="data.format", value="pairs of images", because=pairs.layout),
-        ChoiceMade(
-            name="image sizes",
-            value=shown + ", ..." * (len(sizes) > 4),
-            because=f"{len(sizes)} of FLUX.1 Kontext's shapes are nearest to the images'",
-        ),
+        ChoiceMade(name="image sizes", value=value, because=because),
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedPairs:
-    """What a plan knows of the pairs before any is encoded."""
-
-    rows: int  # trained in an epoch
-    choices: tuple[ChoiceMade, ...]
-    notes: tuple[str, ...]
-
-
-def planned_pairs(config: RunConfig) -> PlannedPairs:
-    """Count the pairs of an epoch. Raises BadInput as a run does."""
-    pairs, apart = read_data(config)
-    held = 0.0 if apart is not None else config.data.held_out
-    trained, _ = split_pairs(pairs.pairs, held, config.data.seed)
-    return PlannedPairs(rows=len(trained), choices=data_choices(pairs), notes=pairs.notes)
 
 
 def with_pair_length(config: RunConfig) -> tuple[RunConfig, tuple[ChoiceMade, ...]]:
     """Return the configuration with the tokens of the largest pair. Raises BadInput as a run
     does for its pairs."""
     open_pipeline(config.model.path)
-    pairs, apart = read_data(config)
-    everything = [*pairs.pairs, *(apart.pairs if apart else ())]
-    tokens = row_tokens(everything, config.image.caption_tokens)
+    words = config.image.caption_tokens
+    tokens = row_tokens(read_data(config).all, words)
     data = config.data.model_copy(update={"sequence_length": tokens})
-    chosen = ChoiceMade(
-        name="data.sequence_length",
-        value=str(tokens),
-        because=f"{config.image.caption_tokens} of the prompt, and those of the largest images",
-    )
+    because = f"{words} of the prompt, and those of the largest images"
+    chosen = ChoiceMade(name="data.sequence_length", value=str(tokens), because=because)
     return config.model_copy(update={"data": data}), (chosen,)

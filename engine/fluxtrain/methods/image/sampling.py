@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -124,29 +125,28 @@ def pixels_of(vae: Any, latents: Tensor, device: torch.device) -> Any:
     return Image.fromarray(shown.permute(1, 2, 0).cpu().numpy())
 
 
+@dataclass
 class PairSamples:
     """Makes images for the same held-out pairs whenever it is asked: PNG files in the run's folder
     that show reference, made image and target side by side."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        pairs: Sequence[Pair],
-        encodings: Encodings,
-        model: nn.Module,
-        device: torch.device,
-        announcer: Announcer,
-        run_dir: Path,
-    ) -> None:
-        self._settings, self._image = config.samples, config.image
-        self._pairs = list(pairs[: config.image.samples])
-        self._encodings, self._model, self._device = encodings, model, device
-        self._announcer, self._run_dir = announcer, run_dir
-        self._vae: Any = None
+    config: RunConfig
+    pairs: Sequence[Pair]
+    encodings: Encodings
+    model: nn.Module
+    device: torch.device
+    announcer: Announcer
+    run_dir: Path
+    vae: Any = None  # loaded with the first sample
+
+    def __post_init__(self) -> None:
+        self.pairs = self.pairs[: self.config.image.samples]
 
     def is_due(self, step: int, total_steps: int, *, evaluated: bool) -> bool:
         """Return whether images are made after `step`."""
-        return bool(self._pairs) and self._settings.are_due(step, total_steps, evaluated=evaluated)
+        return bool(self.pairs) and self.config.samples.are_due(
+            step, total_steps, evaluated=evaluated
+        )
 
     def write(self, step: int, stopped: Callable[[], bool]) -> None:
         """Make an image for each pair with the weights after `step`, and report its file.
@@ -154,16 +154,16 @@ class PairSamples:
         Pending updates must be flushed before. What goes wrong ends the samples, with a warning,
         and not the training.
         """
-        was_training = self._model.training
-        self._model.eval()
-        started_s, count = time.perf_counter(), len(self._pairs)
+        was_training = self.model.training
+        self.model.eval()
+        started_s, count = time.perf_counter(), len(self.pairs)
         try:
-            for number, pair in enumerate(self._pairs, 1):
+            for number, pair in enumerate(self.pairs, 1):
                 path = f"{SAMPLES}/step-{step:08}-{number}.png"
-                self._make(pair, number, self._run_dir / path, stopped)
+                self._make(pair, number, self.run_dir / path, stopped)
                 if stopped():
                     return
-                self._announcer.emit(
+                self.announcer.emit(
                     SampleGenerated(
                         step=step, prompt=pair.prompt, text=path, number=number, count=count,
                         ended="end", seconds=time.perf_counter() - started_s, path=path,
@@ -174,34 +174,29 @@ class PairSamples:
             if not fails and not is_panic(error):
                 raise
             told = f"no more samples are made, the training goes on: {first_line(error)}"
-            self._announcer.warn(told)
-            self._pairs = []
+            self.announcer.warn(told)
+            self.pairs = []
         finally:
-            self._model.train(was_training)
+            self.model.train(was_training)
 
     def _make(self, pair: Pair, number: int, path: Path, stopped: Callable[[], bool]) -> None:
-        image = self._image
+        image = self.config.image
         request = Request(
-            encodings=self._encodings, pair=pair, steps=image.sample_steps,
+            encodings=self.encodings, pair=pair, steps=image.sample_steps,
             guidance=image.sample_guidance, seed=SEED + number,
         )  # fmt: skip
-        made = sampled(self._model, request, self._device, stopped)
+        made = sampled(self.model, request, self.device, stopped)
         if stopped():
             return
-        if self._vae is None:
-            self._vae = load_vae(self._encodings.pipeline, self._encodings.dtype)
-        save_png(beside(pair, pixels_of(self._vae, made, self._device)), path)
+        if self.vae is None:
+            self.vae = load_vae(self.encodings.pipeline, self.encodings.dtype)
+        save_png(beside(pair, pixels_of(self.vae, made, self.device)), path)
 
 
 def beside(pair: Pair, made: Any) -> Any:
     """Return one picture of a pair's first reference, the made image and the target."""
     from PIL import Image
 
-    around = [*pair.references[:1], pair.image]
-    panels = [Image.fromarray(cropped(one.path, pair.bucket)) for one in around]
-    panels.insert(len(panels) - 1, made)
-    width, height = pair.bucket
-    whole = Image.new("RGB", (width * len(panels), height))
-    for place, panel in enumerate(panels):
-        whole.paste(panel, (place * width, 0))
-    return whole
+    references = [cropped(one.path, pair.bucket) for one in pair.references[:1]]
+    panels = [*references, np.asarray(made), cropped(pair.image.path, pair.bucket)]
+    return Image.fromarray(np.concatenate(panels, axis=1))

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fluxtrain.data.images.buckets import Bucket, tokens_of
-from fluxtrain.data.images.pairs import Pair
-from fluxtrain.data.images.pictures import mask_weights
+from fluxtrain.data.images.pairs import Pair, Pairs
+from fluxtrain.data.images.pictures import Bucket, mask_weights, tokens_of
 from fluxtrain.data.splitting import Order
 from fluxtrain.errors import BadInput
 from fluxtrain.events.events import SampleFit
@@ -22,6 +21,7 @@ from fluxtrain.methods.image.flow import PairBatch, level_at
 from fluxtrain.methods.objective import BoundTask, Part, Task
 
 QUANTILES = 8  # of the levels of noise that an evaluation takes
+T = TypeVar("T")
 _Kind = tuple[Bucket, int]  # the size of a pair's images and the count of its references
 
 
@@ -52,16 +52,14 @@ def split_pairs(
 class ImageTask(Task[PairBatch]):
     """Encoded pairs, and flow matching over them."""
 
-    trained: tuple[Pair, ...]
-    held_out: tuple[Pair, ...]
+    pairs: Pairs
     encodings: Encodings
     accumulation: int
     seed: int
-    told: tuple[str, ...]
 
     def notes(self, part: Part) -> Sequence[str]:
         """Return notes on the data; both parts are read together."""
-        return self.told if part == "trained" else ()
+        return self.pairs.notes if part == "trained" else ()
 
     def rows(self, part: Part) -> int:
         """Count the pairs of a part."""
@@ -74,16 +72,17 @@ class ImageTask(Task[PairBatch]):
 
     def sample_fit(self) -> SampleFit:
         """Count the pairs to train on; images are scaled, so that all fit."""
-        return SampleFit(samples=len(self.trained), longer=0, cut=0, divided=0, left_out=0)
+        return SampleFit(samples=len(self.pairs.trained), longer=0, cut=0, divided=0, left_out=0)
 
     def bound(self, batch_rows: int) -> BoundTask[PairBatch]:
         """Serve shuffled batches of one size each. Raises BadInput for a step of more pairs than
         there are."""
         rows = batch_rows * self.accumulation
-        if rows > len(self.trained):
+        if rows > len(self.pairs.trained):
             raise BadInput(
                 f"a step takes {batch_rows} x {self.accumulation} = {rows} pairs and the data has "
-                f"{len(self.trained)}: lower train.batch_rows or train.accumulation, or add pairs"
+                f"{self.rows('trained')}: lower train.batch_rows or train.accumulation, or add "
+                "pairs"
             )
         return BoundTask(
             objective=self.objective,
@@ -96,24 +95,20 @@ class ImageTask(Task[PairBatch]):
         those of the training; few pairs come at several levels."""
         pairs = self._pairs(part)
         times = -(-QUANTILES // max(1, len(pairs)))
-        rows = [
-            (index, index + turn * len(pairs))
-            for turn in range(times)
-            for index in range(len(pairs))
-        ]
+        rows = list(enumerate(pairs * times))
         for kind in dict.fromkeys(kind_of(pair) for pair in pairs):
-            alike = [row for row in rows if kind_of(pairs[row[0]]) == kind]
+            alike = [row for row in rows if kind_of(row[1]) == kind]
             for first in range(0, len(alike), batch_rows):
-                yield self._at_levels(pairs, alike[first : first + batch_rows])
+                yield self._at_levels(alike[first : first + batch_rows])
 
     def typical(self, rows: int) -> PairBatch:
         """Return pairs of the most frequent size."""
-        kinds = [kind_of(pair) for pair in self.trained]
+        kinds = [kind_of(pair) for pair in self.pairs.trained]
         return self._of_kind(max(dict.fromkeys(kinds), key=kinds.count), rows)
 
     def fullest(self, rows: int) -> PairBatch | None:
         """Return pairs with the most tokens; None where typical ones have them."""
-        kinds = dict.fromkeys(kind_of(pair) for pair in self.trained)
+        kinds = dict.fromkeys(kind_of(pair) for pair in self.pairs.trained)
         return self._of_kind(max(kinds, key=_tokens), rows) if self.uneven else None
 
     def batch(self, pairs: Sequence[Pair]) -> PairBatch:
@@ -133,31 +128,22 @@ class ImageTask(Task[PairBatch]):
         )
 
     def _of_kind(self, kind: _Kind, rows: int) -> PairBatch:
-        pairs = [pair for pair in self.trained if kind_of(pair) == kind]
+        pairs = [pair for pair in self.pairs.trained if kind_of(pair) == kind]
         return self.batch([pairs[index % len(pairs)] for index in range(rows)])
 
-    def _at_levels(self, pairs: Sequence[Pair], rows: list[tuple[int, int]]) -> PairBatch:
+    def _at_levels(self, rows: list[tuple[int, Pair]]) -> PairBatch:
+        """Read pairs, each with the noise and the level of its number."""
         objective: Any = self.objective
-        batch = self.batch([pairs[index] for index, _ in rows])
-        tokens = batch.weights.shape[1]
-        levels = [
-            level_at((number % QUANTILES + 0.5) / QUANTILES, objective.timesteps, tokens)
-            for _, number in rows
-        ]
-        noise = [
-            torch.randn(batch.target.shape[1:], generator=torch.Generator().manual_seed(number))
-            for _, number in rows
-        ]
-        held: Any = {"levels": torch.tensor(levels), "noise": torch.stack(noise)}
-        return PairBatch(**{**_fields(batch), **held})
+        batch = self.batch([pair for _, pair in rows])
+        shape, tokens = batch.target.shape[1:], batch.weights.shape[1]
+        shares = [(number % QUANTILES + 0.5) / QUANTILES for number, _ in rows]
+        levels = [level_at(share, objective.image.timesteps, tokens) for share in shares]
+        sources = [torch.Generator().manual_seed(number) for number, _ in rows]
+        noise = [torch.randn(shape, generator=source) for source in sources]
+        return replace(batch, levels=torch.tensor(levels), noise=torch.stack(noise))
 
     def _pairs(self, part: Part) -> tuple[Pair, ...]:
-        return self.trained if part == "trained" else self.held_out
-
-
-def _fields(batch: PairBatch) -> dict[str, Any]:
-    names = ("target", "references", "weights", "words", "pooled")
-    return {name: getattr(batch, name) for name in names}
+        return self.pairs.trained if part == "trained" else self.pairs.held_out
 
 
 def _weights(pair: Pair) -> Tensor:
@@ -184,27 +170,26 @@ def _fingerprint(pairs: Iterable[Pair]) -> str:
 
 
 class PairSource:
-    """Endless batches of pairs of one size; the cursor is (epoch, batches served of it).
+    """Endless batches of pairs of one size; the cursor counts the batches served.
 
     Each epoch has its own order of the pairs within a size, and of the batches. The last batch of
     a size may be smaller, so that no pair is left out.
     """
 
     def __init__(self, task: ImageTask, batch_rows: int) -> None:
-        self._task, self._batch_rows = task, batch_rows
-        self._epoch = self._served = 0
-        self._order = self._batches(0)
-        self._fingerprint = _fingerprint(task.trained)
+        self._task, self._batch_rows, self._served = task, batch_rows, 0
+        self._order: tuple[int, list[list[Pair]]] = (0, self._batches(0))
+        self._fingerprint = _fingerprint(task.pairs.trained)
 
     @property
     def epoch(self) -> float:
         """Return the epochs done, with the fraction of the current one."""
-        return self._epoch + self._served / len(self._order)
+        return self._served / len(self._order[1])
 
     @property
     def steps_per_epoch(self) -> int:
         """Return the steps until each pair was seen once, the last step whole."""
-        return -(-len(self._order) // self._task.accumulation)
+        return -(-len(self._order[1]) // self._task.accumulation)
 
     def next_step(self) -> list[PairBatch]:
         """Return all batches of the next optimizer step."""
@@ -212,42 +197,34 @@ class PairSource:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the cursor, JSON-ready."""
-        return {
-            "epoch": self._epoch,
-            "served": self._served,
-            "batch_rows": self._batch_rows,
-            "fingerprint": self._fingerprint,
-        }
+        known = {"batch_rows": self._batch_rows, "fingerprint": self._fingerprint}
+        return {"served": self._served, **known}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a cursor. Raises BadInput for one of other pairs or batches."""
-        mine = {"fingerprint": self._fingerprint, "batch_rows": self._batch_rows}
-        if any(state.get(name) != value for name, value in mine.items()):
+        if {**state, "served": 0} != {**self.state_dict(), "served": 0}:
             raise BadInput(
                 "the checkpoint was made with other pairs, sizes or train.batch_rows: use the same "
                 "images, prompts, data.* and image.* settings, or start a new run"
             )
-        self._epoch, self._served = state["epoch"], state["served"]
-        self._order = self._batches(self._epoch)
+        self._served = state["served"]
 
     def _next(self) -> list[Pair]:
-        taken = self._order[self._served]
+        epoch, place = divmod(self._served, len(self._order[1]))
+        if epoch != self._order[0]:
+            self._order = epoch, self._batches(epoch)
         self._served += 1
-        if self._served == len(self._order):
-            self._epoch, self._served = self._epoch + 1, 0
-            self._order = self._batches(self._epoch)
-        return taken
+        return self._order[1][place]
 
     def _batches(self, epoch: int) -> list[list[Pair]]:
-        pairs, seed = self._task.trained, self._task.seed
+        pairs, seed, rows = self._task.pairs.trained, self._task.seed, self._batch_rows
         found: list[list[Pair]] = []
         for kind in dict.fromkeys(kind_of(pair) for pair in pairs):
-            alike = [pair for pair in pairs if kind_of(pair) == kind]
-            mixed = [alike[index] for index in _order(len(alike), seed, epoch)]
-            rows = self._batch_rows
+            mixed = _mixed([pair for pair in pairs if kind_of(pair) == kind], seed, epoch)
             found += [mixed[first : first + rows] for first in range(0, len(mixed), rows)]
-        return [found[index] for index in _order(len(found), seed + 1, epoch)]
+        return _mixed(found, seed + 1, epoch)
 
 
-def _order(count: int, seed: int, epoch: int) -> list[int]:
-    return [int(index) for index in np.asarray(Order(count, seed, epoch).between(0, count))]
+def _mixed(things: list[T], seed: int, epoch: int) -> list[T]:
+    order = Order(len(things), seed, epoch).between(0, len(things))
+    return [things[index] for index in np.asarray(order)]
