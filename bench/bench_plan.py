@@ -75,7 +75,8 @@ def write_text(folder: Path) -> Path:
 def write_model(shape: dict[str, Any], dtype: str, device: str, text: Path, folder: Path) -> None:
     """A model folder with random weights and a tokenizer of 4,000 entries."""
     tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train([str(text)], vocab_size=4000, special_tokens=["<|endoftext|>"])
+    ends = ["<|endoftext|>"]
+    tokenizer.train([str(text)], vocab_size=4000, special_tokens=ends, show_progress=False)
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer._tokenizer, eos_token="<|endoftext|>", pad_token="<|endoftext|>"
     ).save_pretrained(folder)

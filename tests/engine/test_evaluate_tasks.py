@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +109,19 @@ def test_accuracies_are_those_of_transformers_own_logits(
     told = {one.metric: one.value for one in found.results}
     assert told == {name: count / len(rows) for name, count in right.items()}
     assert {one.rows for one in found.results} == {len(rows)}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs the extra `eval`")
+def test_the_benchmark_runs_on_a_small_model() -> None:
+    sizes = ["--shape", "tiny", "--device", "cpu", "--texts", "8", "--length", "64", "--rows", "4"]
+    script = Path(__file__).parents[2] / "bench" / "bench_evaluate.py"
+    done = subprocess.run([sys.executable, script, *sizes], capture_output=True, check=True)
+    loss, asked, ratio = map(json.loads, done.stdout.splitlines())
+    assert loss["batch_rows"] == asked["batch_rows"] == 4
+    assert loss["tokens"] == pytest.approx(asked["tokens"], rel=0.02) and asked["tokens"] >= 500
+    both = asked["tokens_per_s"] / loss["tokens_per_s"]
+    assert ratio["log_likelihoods_of_loss"] == pytest.approx(both, abs=1e-3)
 
 
 @torch.no_grad()
