@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import yaml
 from typer.testing import CliRunner
 
 from fluxtrain.cli import app
+from fluxtrain.errors import BadInput
 from fluxtrain.serve.deployment import document
 from fluxtrain.serve.settings import ServedModel, ServeSettings
 
@@ -69,6 +71,17 @@ def test_the_pod_has_no_rights_and_places_for_all_that_is_written() -> None:
         parts["Service"]["spec"]["selector"]
         == parts["Deployment"]["spec"]["selector"]["matchLabels"]
     )
+
+
+def test_tasks_without_what_runs_them_are_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    config = tmp_path / "serve.yaml"
+    config.write_text("models: {demo: {path: demo, method: full, tasks: tasks}}")
+    ended = CliRunner().invoke(app, ["serve", "--config", str(config), "--port", "0"])
+    assert isinstance(ended.exception, BadInput)
+    assert "fluxtrain[eval]" in str(ended.exception)
 
 
 def test_the_command_prints_and_ends() -> None:

@@ -6,6 +6,7 @@ import socket
 import ssl
 import tempfile
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import sqlalchemy as sa
@@ -34,6 +35,7 @@ def run_server(
     Raises:
         BadInput: the address is taken, the certificate cannot be read, or as `Store`.
     """
+    _refuse_tasks_without_lm_eval(settings)
     listener = _listener(host, port)
     store = Store(settings.folder, db=settings.db)
     store.keep_to(runs_root())
@@ -60,6 +62,15 @@ def run_server(
         uvicorn.Server(config).run(sockets=[listener])
     except (OSError, ssl.SSLError) as error:
         raise BadInput(f"{certificate} cannot be used ({error}): check --certificate") from error
+
+
+def _refuse_tasks_without_lm_eval(settings: ServeSettings) -> None:
+    named = [name for name, one in settings.models.items() if one.tasks is not None]
+    if named and find_spec("lm_eval") is None:
+        raise BadInput(
+            f"models.{named[0]}.tasks needs lm_eval: install it with "
+            "`pip install 'fluxtrain[eval]'`, or leave the tasks out"
+        )
 
 
 def _listener(host: str, port: int) -> socket.socket:
