@@ -22,6 +22,7 @@ from children import Stopped, run_python, started_python, stoppable
 
 from fluxtrain.events import events as ev
 from fluxtrain.events.reader import JournalFollower
+from fluxtrain.events.run_folder.own_files import SAMPLES
 from fluxtrain.events.trace.ring import RingWriter, read_ring
 
 RECORDED = Path(__file__).parents[1] / "tests" / "tui" / "recorded"
@@ -29,7 +30,7 @@ RUNS = Path("/tmp/fluxtrain/runs")
 # Parts of a run's time after which tests and pictures look at its timeline; others keep all steps.
 LOOKED_AT = {
     "demo": (0.66, 1.0), "diverged": (1.0,), "resumed": (1.0,), "blocks": (0.66, 1.0),
-    "advised": (0.42, 0.62), "killed": (),
+    "advised": (0.42, 0.62), "killed": (), "images": (),
 }  # fmt: skip
 BEFORE, AFTER = 7, 2  # steps that are kept around such a moment
 LIMIT_S = 300.0
@@ -74,6 +75,8 @@ def keep(run: Path, name: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     shutil.copyfile(run / "events.ndjson", folder / "events.ndjson")
+    if (run / SAMPLES).is_dir():
+        shutil.copytree(run / SAMPLES, folder / SAMPLES)
     events, wanted = events_of(folder), set[int]()
     began_s, lasted_s = events[0].wall_s, events[-1].wall_s - events[0].wall_s
     for share in LOOKED_AT.get(name, ()):
@@ -149,6 +152,7 @@ RECORDINGS: dict[str, Callable[[], None]] = {
         "--set", "data.sequence_length=32",
     ),
     "advised": advised,
+    "images": lambda: record("images", "image-edit"),
     "blocks": lambda: record("blocks", "--steps", "60", *STREAMED, *EVERY_20),
 }  # fmt: skip
 

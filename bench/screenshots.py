@@ -73,6 +73,7 @@ PICTURES = (
     Picture(
         "cards-transfer", run="h200-cards", screen="transfer", until_share=0.9, keys=("left",) * 3
     ),
+    Picture("samples", run="images", screen="loss", until_share=None),
     Picture("help", keys=("question_mark",)),
 )
 

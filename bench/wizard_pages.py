@@ -8,7 +8,7 @@ from pathlib import Path
 
 from textual.pilot import Pilot
 
-from fluxtui.answers.answers import Answers
+from fluxtui.answers.answers import Answers, ModelSource
 from fluxtui.answers.rows import StepName
 from fluxtui.app import FluxApp
 from fluxtui.wizard.screen import WizardScreen
@@ -21,12 +21,13 @@ class Page:
     step: StepName
     size: tuple[int, int] = (120, 40)
     keys: tuple[str, ...] = ()
+    model: ModelSource = "demo"
 
     @property
     def name(self) -> str:
         """Of the file."""
         small = "" if self.size == (120, 40) else f"-{self.size[0]}x{self.size[1]}"
-        return f"wizard-{self.step}{small}"
+        return f"wizard-{self.step}{'' if self.model == 'demo' else '-images'}{small}"
 
 
 PAGES = (
@@ -41,6 +42,7 @@ PAGES = (
     Page("strategy", keys=("right", "right", "down", "down", "down")),
     Page("strategy", size=(80, 24)),
     Page("launch", keys=("t",)),
+    Page("data", model="images"),
 )
 
 
@@ -48,7 +50,7 @@ async def draw_page(page: Page, runs: Path, folder: Path) -> Path:
     """Open the wizard at the page, let the engine answer, press the keys, save."""
     with tempfile.TemporaryDirectory() as scratch:
         draft = Path(scratch) / "draft.json"
-        wizard = WizardScreen(Answers(step=page.step), runs, draft=draft)
+        wizard = WizardScreen(Answers(step=page.step, model_source=page.model), runs, draft=draft)
         app = FluxApp(
             start_screen="wizard", sample_machine=False, make_wizard=lambda: wizard,
             runs_folder=runs,

@@ -13,6 +13,7 @@ from fluxtrain.errors import BadInput
 from fluxtrain.events.answers.answers import InspectionAnswer, PairsInspectionAnswer
 from fluxtrain.files.half_blocks import BLOCK, half_blocks
 from fluxtrain.units import count_text
+from fluxtui.home import home_folder
 from fluxtui.wizard.checks.answer_checks import Check
 from fluxtui.wizard.pages import drawing
 from fluxtui.wizard.pages.found import found_page, pending
@@ -135,7 +136,9 @@ def data_page(view: WizardView, width: int) -> Content:
 
 
 def _pairs(found: PairsInspectionAnswer, view: WizardView, width: int) -> list[Content]:
-    parts = [drawing.pairs(found.rows(), width)]
+    home = str(home_folder())
+    rows = [(name, value.replace(home, "~", 1)) for name, value in found.rows()]
+    parts = [drawing.pairs(rows, width)]
     parts += [drawing.caution(note, width) for note in found.notes]
     hint = "references, then the target, with the prompt"
     lines = [drawing.heading("Contact sheet", hint, width), *_sheet(found, view.pictures)]
