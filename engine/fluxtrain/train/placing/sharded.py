@@ -11,7 +11,6 @@ from fluxtrain.events.events import ChoiceMade
 from fluxtrain.measure.measured_constants import Constants
 from fluxtrain.models.model_files import is_pipeline
 from fluxtrain.parallel.forecast import (
-    RankBytes,
     Sharding,
     choose_mode,
     on_device,
@@ -26,6 +25,7 @@ from fluxtrain.plan.placement import CardPlacement, Placement
 from fluxtrain.plan.rates import CardsRates
 from fluxtrain.plan.request import ParallelRequest, PlacementRequest
 from fluxtrain.plan.search import AUTO_SHARE
+from fluxtrain.plan.simulation import StepTime
 from fluxtrain.train.placing.cards import cards_of, hold_to_budget, rates_of_cards
 from fluxtrain.train.placing.placing import capacity_of, decide
 from fluxtrain.units import bytes_text, duration_text
@@ -54,54 +54,65 @@ def plan_sharded(
 
     Raises DoesNotFit where a card, or host memory while the ranks load, is too small.
     """
-    has_gpu = device == "cuda"
-    found = constants.rates(has_gpu=True) if has_gpu else NOT_TIMED
-    budget = None
-    if has_gpu:
-        budget = hold_to_budget(config.placement.budget_gib) if capacity is None else None
+    has_gpu, budget = device == "cuda", None
+    if has_gpu and capacity is None:
+        budget = hold_to_budget(config.placement.budget_gib)
     capacity = capacity or capacity_of(machine, device)
     budget = capacity.device_free_bytes if budget is None else budget
     placement = _by_rows(config, facts, machine, batch_rows, data_rows)
-    choices = [choice for choice in placement.choices if choice.name == "train.batch_rows"]
     rows = placement.batch_rows
+    told = [choice for choice in placement.choices if choice.name == "train.batch_rows"]
     if budget is not None:
-        if batch_rows is None:
-            fewer = max(1, rows_that_fit(facts, sharding, rows, int(budget * AUTO_SHARE)))
-            if fewer < rows:
-                because = f"{rows} need {bytes_text(on_device(facts, sharding, rows))} of a card"
-                choices = [ChoiceMade(name="train.batch_rows", value=str(fewer), because=because)]
+        fewer = max(1, rows_that_fit(facts, sharding, rows, int(budget * AUTO_SHARE)))
+        if batch_rows is None and fewer < rows:
+            because = f"{rows} need {bytes_text(on_device(facts, sharding, rows))} of a card"
+            told = [ChoiceMade(name="train.batch_rows", value=str(fewer), because=because)]
             rows = fewer
         refuse_larger(facts, sharding, rows, budget)
-    parts = rank_bytes(facts, sharding, rows)
-    need = parts.footprint(sharding, facts, has_gpu=has_gpu)
+    need = rank_bytes(facts, sharding, rows).footprint(sharding, facts, has_gpu=has_gpu)
     _refuse_host(need.host_bytes, capacity.host_available_bytes, sharding.local_ranks)
-    time, ddp = None, sharding.with_settings(sharding_strategy="NO_SHARD")
-    beside = f"as DDP {bytes_text((of_ddp := rank_bytes(facts, ddp, rows)).total)}"
-    beside += f" ({parts.total / of_ddp.total - 1:+.0%})"
-    if not isinstance(found, str):
-        cards = elsewhere or cards_of(config, machine, device, budget)
-        rates = rates_of_cards(cards, found, constants.per_s if elsewhere else None)
-        rates = CardsRates(cards=rates.cards[: sharding.local_ranks], peers=rates.peers)
-        passes = config.train.accumulation
-        time = step_seconds(facts, sharding, rates, rows, passes=passes)
-        ddp_s = step_seconds(facts, ddp, rates, rows, passes=passes).step_s
-        beside += f", {duration_text(ddp_s)} a step against {duration_text(time.step_s)}"
-    else:
+    found = constants.rates(has_gpu=True) if has_gpu else NOT_TIMED
+    rates = None
+    if isinstance(found, str):
         constants = Constants(per_s={}, source=found)
-    told = _told(config, sharding, parts, beside)
+    else:
+        cards = elsewhere or cards_of(config, machine, device, budget)
+        every = rates_of_cards(cards, found, constants.per_s if elsewhere else None)
+        rates = CardsRates(cards=every.cards[: sharding.local_ranks], peers=every.peers)
+    time, compared = _beside_ddp(facts, sharding, rates, rows, config.train.accumulation)
+    mode = ChoiceMade(
+        name="parallel.mode", value="fsdp",
+        because=f"as set: {config.fsdp.sharding_strategy} over {sharding.shards} of "
+        f"{sharding.ranks} ranks; AdamW of torch, fp32",
+    )  # fmt: skip
     card = CardPlacement(
         blocks=facts.layers, device_bytes=need.device_bytes, budget_bytes=budget,
         shown_bytes=need.shown_device_bytes(has_gpu=has_gpu),
     )  # fmt: skip
-    return replace(
-        placement,
+    placement = replace(
+        placement, need=need, cards=(card,), choices=(mode, compared, *told), time=time,
         layout=replace(placement.layout, batch_rows=rows, chunk_rows=rows),
-        choices=(*told, *choices),
-        need=need,
-        cards=(card,),
         saving_bytes=facts.weight_bytes,
-        time=time,
-    ), replace(constants, place=None, run_times=1.0)  # kept times are of steps that stream
+    )  # fmt: skip
+    return placement, replace(constants, place=None, run_times=1.0)  # kept times are of streaming
+
+
+def _beside_ddp(
+    facts: ModelFacts, sharding: Sharding, rates: CardsRates | None, rows: int, passes: int
+) -> tuple[StepTime | None, ChoiceMade]:
+    """Return the time of a step, where rates are known, and the memory by parts beside DDP's."""
+    ddp = sharding.with_settings(sharding_strategy="NO_SHARD")
+    parts, of_ddp = (rank_bytes(facts, one, rows) for one in (sharding, ddp))
+    beside = f"as DDP {bytes_text(of_ddp.total)} ({parts.total / of_ddp.total - 1:+.0%})"
+    time = None
+    if rates is not None:
+        time, ddp_time = (
+            step_seconds(facts, one, rates, rows, passes=passes) for one in (sharding, ddp)
+        )
+        seconds = duration_text(ddp_time.step_s), duration_text(time.step_s)
+        beside += ", {} a step against {}".format(*seconds)
+    because = f"{parts.text}; {beside}"
+    return time, ChoiceMade(name=MEMORY, value=bytes_text(parts.total), because=because)
 
 
 def sharding_of(config: RunConfig, ranks: int, local_ranks: int) -> Sharding:
@@ -137,20 +148,6 @@ def _refuse_host(need_bytes: int, available_bytes: int | None, local_ranks: int)
             f"{bytes_text(available_bytes)} is free for each: use fewer ranks a machine, or "
             "parallel.mode=layers, or train adapters alone (method.name=lora)"
         )
-
-
-def _told(
-    config: RunConfig, sharding: Sharding, parts: RankBytes, beside: str
-) -> tuple[ChoiceMade, ...]:
-    strategy = config.fsdp.sharding_strategy
-    return (
-        ChoiceMade(
-            name="parallel.mode", value="fsdp",
-            because=f"as set: {strategy} over {sharding.shards} of {sharding.ranks} ranks; AdamW "
-            "of torch, fp32",
-        ),
-        ChoiceMade(name=MEMORY, value=bytes_text(parts.total), because=f"{parts.text}; {beside}"),
-    )  # fmt: skip
 
 
 def refuse_settings(config: RunConfig) -> None:
