@@ -81,6 +81,7 @@ class ShardedEngine:
         self.cards = [Card(device, CardCounts(device.torch_device))]
         self.exchanges: list[Exchange] = []  # of compressed gradients
         self.units: dict[str, nn.Module] = {}  # gathered at once; "" is the model itself
+        self.packed: set[int] = set()  # parameters that are bytes in a dtype that computes
         self.mesh: Any = None
         self.offloads = False  # shards are in host memory, and a GPU computes
         self.spill = Spill(Path())  # nothing of it lives on disk
@@ -198,7 +199,7 @@ class ShardedEngine:
         )  # fmt: skip
         for parameter in self._shards_here:
             kind = "weights" if parameter.requires_grad else "frozen"
-            by["packed" if parameter.dtype == torch.uint8 else kind] += _local(parameter).nbytes
+            by["packed" if id(parameter) in self.packed else kind] += _local(parameter).nbytes
             if parameter.grad is not None:
                 by["gradients"] += _local(parameter.grad).nbytes
         for state in self._states().values():
@@ -390,7 +391,7 @@ def gathered_on_first(engine: ShardedEngine) -> None:
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in made:
                 whole = _whole(parameter)
-                if whole.dtype != torch.uint8:
+                if id(parameter) not in engine.packed:
                     whole = whole.to(dtypes.get(f"{path}.{name}", whole.dtype))
                 kept = whole if is_first else whole.new_empty(0)
                 made[id(parameter)] = nn.Parameter(kept, parameter.requires_grad)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from fluxtrain.config.parallel_settings import FsdpSettings
 from fluxtrain.errors import DoesNotFit
 from fluxtrain.events.events import ChoiceMade
-from fluxtrain.plan.facts import FP32_BYTES, ModelFacts
+from fluxtrain.plan.facts import FP32_BYTES, GroupFacts, ModelFacts
 from fluxtrain.plan.footprint import Footprint, Layout
 from fluxtrain.plan.rates import CardsRates
 from fluxtrain.plan.simulation import COMMUNICATION, StepTime, step_time
@@ -96,10 +96,10 @@ def rank_bytes(facts: ModelFacts, sharding: Sharding, rows: int) -> RankBytes:
     """Predict the peak of a rank that computes `rows` rows at once."""
     shards, compute = sharding.shards, sharding.compute_bytes(facts)
     trained = sum(group.trained for group in facts.groups)
-    frozen = sum(group.frozen * compute for group in facts.groups if group.storage == "plain")
+    frozen = sum(_frozen_bytes(group, compute) for group in facts.groups)
     blocks = list(facts.blocks)
-    whole = [group.packed_bytes or (group.trained + group.frozen) * compute for group in blocks]
-    outside = sum(group.trained + group.frozen for group in facts.edges) * compute
+    whole = [_whole_bytes(group, compute) for group in blocks]
+    outside = sum(_whole_bytes(group, compute) for group in facts.edges)
     at_once = max(
         max((group.trained for group in blocks), default=0),
         sum(group.trained for group in facts.edges),
@@ -111,13 +111,23 @@ def rank_bytes(facts: ModelFacts, sharding: Sharding, rows: int) -> RankBytes:
         logits = row.sequence_length * row.vocabulary * (compute + 2 * FP32_BYTES)  # and gradients
         activations = rows * (row.block_input_bytes * len(blocks) + block + logits)
     return RankBytes(
-        parameters=(FP32_BYTES * trained + frozen + facts.packed_bytes) // shards,
+        parameters=(FP32_BYTES * trained + frozen) // shards,
         gradients=FP32_BYTES * trained // shards,
         states=2 * FP32_BYTES * trained // shards,
         activations=activations,
         gathered=(sum(whole) if sharding.keeps else 2 * max(whole, default=0)) + outside,
         staging=at_once * (compute + FP32_BYTES),
     )
+
+
+def _frozen_bytes(group: GroupFacts, compute: int) -> int:
+    """Return the bytes of what is not trained: packed, or as it computes."""
+    plain = group.frozen_bytes if group.packed_bytes else group.frozen * compute
+    return group.packed_bytes + plain
+
+
+def _whole_bytes(group: GroupFacts, compute: int) -> int:
+    return group.trained * compute + _frozen_bytes(group, compute)
 
 
 def on_device(facts: ModelFacts, sharding: Sharding, rows: int) -> int:
@@ -216,7 +226,7 @@ def _wire_s(facts: ModelFacts, sharding: Sharding, rates: CardsRates) -> tuple[f
     """Return the seconds to gather all weights once, and to sum all gradients once."""
     compute, shards = sharding.compute_bytes(facts), sharding.shards
     each = sharding.gather_bytes or compute
-    gathered = sum(g.packed_bytes or (g.trained + g.frozen) * each for g in facts.groups)
+    gathered = sum(_whole_bytes(group, each) for group in facts.groups)
     summed = sharding.reduce_bytes * sum(group.trained for group in facts.groups)
     replicas = sharding.ranks // shards
     between = 2 * (replicas - 1) / replicas / shards  # an all-reduce of what a rank holds

@@ -1,4 +1,8 @@
-"""Frozen linear layers whose weights are packed in 4 or 8 bits and sharded as bytes (QLoRA)."""
+"""Frozen linear layers whose weights are packed in 4 or 8 bits (QLoRA).
+
+Their bytes are stored as numbers of the dtype that computes, which FSDP2 gathers without looking at
+them: torch 2.11 cannot shard bytes.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,11 @@ from fluxtrain.core.quantization.packing import pack, unpack
 from fluxtrain.plan.states import LEAST_PACKED, StorageFormat
 
 
-def pack_frozen(block: nn.Module, storage: StorageFormat, compute: torch.dtype) -> None:
-    """Pack the large frozen weights of a block's linear layers, one after the other."""
+def pack_frozen(block: nn.Module, storage: StorageFormat, compute: torch.dtype) -> list[str]:
+    """Pack the large frozen weights of a block's linear layers, one after the other; return their
+    names."""
     assert storage != "plain"
+    names = []
     for name, module in block.named_modules():
         weight = getattr(module, "weight", None)
         if type(module) is not nn.Linear or weight is None or weight.requires_grad:
@@ -22,10 +28,13 @@ def pack_frozen(block: nn.Module, storage: StorageFormat, compute: torch.dtype) 
         if weight.numel() < LEAST_PACKED:
             continue
         layout = PackedLayout.of(storage, [weight.shape])
-        packed = torch.zeros(layout.size_bytes, dtype=torch.uint8)
-        pack(layout, 0, weight, packed, name=f"{name}.weight")
-        module.weight = nn.Parameter(packed, requires_grad=False)
+        whole = -(-layout.size_bytes // compute.itemsize) * compute.itemsize
+        packed = torch.zeros(whole, dtype=torch.uint8)
+        pack(layout, 0, weight, packed[: layout.size_bytes], name=f"{name}.weight")
+        module.weight = nn.Parameter(packed.view(compute), requires_grad=False)
         module.forward = _forward(module, layout, compute)  # type: ignore[method-assign]
+        names.append(f"{name}.weight")
+    return names
 
 
 def _forward(module: Any, layout: PackedLayout, compute: torch.dtype) -> Any:
@@ -57,6 +66,6 @@ class _PackedMatmul(torch.autograd.Function):
 
 def _dense(packed: Tensor, layout: PackedLayout, compute: torch.dtype) -> Tensor:
     flat = torch.empty(layout.elements, dtype=compute, device=packed.device)
-    unpack(layout, packed.contiguous(), flat)
+    unpack(layout, packed.contiguous().view(torch.uint8)[: layout.size_bytes], flat)
     place = layout.weights[0]
     return flat[place.first : place.first + place.count].view(place.shape)

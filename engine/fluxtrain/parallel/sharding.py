@@ -62,9 +62,10 @@ def shard(
     mesh = mesh_of(settings, device)
     compute = _compute_dtype(model) if settings.mixed_precision else torch.float32
     _widen(model, compute)
+    packed: list[str] = []
     if frozen != "plain":
-        for _, block in taken.blocks:
-            pack_frozen(block, frozen, compute)
+        for name, block in taken.blocks:
+            packed += [f"{name}.{own}" for own in pack_frozen(block, frozen, compute)]
     if settings.sync_module_states:
         _send_from_first(model, device)
     units = _units(model, taken, settings)
@@ -86,7 +87,8 @@ def shard(
     engine.units, engine.mesh = units, mesh
     if method.bytes_of_torch is None:
         compress(engine, method, seed)
-    if comm.gather != "none" and group.size() > 1:
+    engine.packed = {id(model.get_parameter(name)) for name in packed}
+    if comm.gather != "none" and group.size() > 1 and not packed:  # whose bytes cannot be rounded
         _compress_gathers(engine, method_named(comm.gather))
     engine.offloads = settings.cpu_offload and device.type != "cpu"
     return engine

@@ -259,10 +259,7 @@ class CompressedAllGather(_Allocates):
         group: distributed.ProcessGroup,
         async_op: bool = False,
     ) -> None:
-        """Write all ranks' numbers to `output_tensor`; bytes of packed weights go as they are."""
-        if not input_tensor.is_floating_point():
-            _all_gather(output_tensor, input_tensor, group=group)
-            return
+        """Write all ranks' numbers to `output_tensor`."""
         output_tensor.view(group.size(), -1).copy_(self._exchange.gather(input_tensor))
 
 

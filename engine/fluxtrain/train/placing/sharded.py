@@ -9,6 +9,7 @@ from fluxtrain.errors import BadInput, DoesNotFit
 from fluxtrain.events.answers.machine import Machine
 from fluxtrain.events.events import ChoiceMade
 from fluxtrain.measure.measured_constants import Constants
+from fluxtrain.methods.method import method_of
 from fluxtrain.models.model_files import is_pipeline
 from fluxtrain.parallel.forecast import (
     Sharding,
@@ -162,6 +163,11 @@ def refuse_settings(config: RunConfig) -> None:
         raise BadInput(
             "model.dtype=float16 needs a loss scale, which parallel.mode=fsdp does not have: use "
             f"bfloat16, {cure}"
+        )
+    if config.comm.gather != "none" and method_of(config).frozen_storage(config.method) != "plain":
+        raise BadInput(
+            f"comm.gather={config.comm.gather} rounds weights, and those that {config.method.name} "
+            "packs are 4 or 8 bits already: leave it out"
         )
     if config.comm.compress == "auto" and config.fsdp.sharding_strategy in ("NO_SHARD", "HYBRID"):
         raise BadInput(
