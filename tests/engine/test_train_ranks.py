@@ -8,14 +8,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
 from torch import distributed
 
+from fluxtrain.core.ranks.exchange import Exchange
+from fluxtrain.core.ranks.shares import Shares
 from fluxtrain.events import events as ev
 from fluxtrain.events.run_folder.run_dir import RunDir
 from tests.engine import forked, ranks
@@ -28,7 +32,7 @@ STEPS = {
 }  # fmt: skip
 
 
-SHARED = ["parallel.params=shard"]
+SHARED, WHOLE = ["parallel.params=shard"], ["placement.chunk_rows=4"]
 
 
 def runs_of_two(config: Path, folder: Path) -> list[str]:
@@ -39,6 +43,9 @@ def runs_of_two(config: Path, folder: Path) -> list[str]:
         ranks.train(config, folder / "resumed", ["train.steps=4"], "auto"),
         ranks.train(config, folder / "stopped", [*SHARED, "train.steps=2"]),
         ranks.train(config, folder / "shared", SHARED),
+        without_memory(Exchange.begin, [8], config, folder / "again", WHOLE),
+        without_memory(Shares.gather, [4, 5], config, folder / "gathered", [*SHARED, *WHOLE]),
+        without_memory(Shares.gather, [5], config, folder / "measured", [*SHARED, *WHOLE]),
         ranks.train(config, folder / "uneven", ["train.batch_rows=3"]),
         ranks.train(config, folder / "other", [f"train.seed={distributed.get_rank()}"]),
     ]
@@ -51,12 +58,17 @@ def test_two_ranks_are_the_run_of_one_process_and_go_on_with_it(
     one = run(config, tmp_path / "one")
     run(config, tmp_path / "resumed", "train.steps=2")
     both = ranks.together(2, runs_of_two, tmp_path / "ranks", config, tmp_path)
-    assert both[0] == both[1] and both[0][:4] == ["0"] * 4
-    uneven, other = both[0][4:]
+    assert both[0] == both[1] and both[0][:7] == ["0"] * 7
+    uneven, other = both[0][7:]
     assert "2: train.batch_rows is 3, and 2 processes share a batch evenly" in uneven
     assert "2: train.seed is 0 in rank 0 and 1 in rank 1 of 2" in other
     run(config, tmp_path / "stopped", resume="auto")
-    for name in ("two", "resumed", "stopped"):
+    lacked = {"again": "at step 2: the step", "gathered": "at step 2: the step"}
+    lacked["measured"] = "after step 2: the evaluation"
+    for name, what in lacked.items():
+        warnings = " ".join(e.text for e in told(tmp_path / name, ev.LogWritten))
+        assert f"device memory ran out in rank 1 {what} is done again" in warnings
+    for name in ("two", "resumed", "stopped", *lacked):
         same(tmp_path / "one", tmp_path / name)
         assert not list((tmp_path / name).glob(".seen-*"))
     two, shared = weights(tmp_path / "two"), weights(tmp_path / "shared")
@@ -70,6 +82,25 @@ def test_two_ranks_are_the_run_of_one_process_and_go_on_with_it(
     choices = {one["name"]: one["value"] for one in plan["choices"]}
     assert choices["parallel.processes"] == "2" and choices["train.batch_rows"] == "4"
     assert not (tmp_path / "other" / "checkpoints").exists()
+
+
+def without_memory(
+    method: Callable[..., Any], at: list[int], config: Path, run_dir: Path, how: list[str]
+) -> str:
+    """A run whose last rank runs out of memory at these calls of a method. Blocks answer the first
+    of a forward pass by trying fewer rows."""
+    kind, calls = {"begin": Exchange, "gather": Shares}[method.__name__], 0
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += distributed.get_rank() == 1
+        if calls in at:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return method(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, method.__name__, call)
+        return ranks.train(config, run_dir, how)
 
 
 def same(one: Path, other: Path) -> None:

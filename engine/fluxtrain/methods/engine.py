@@ -73,6 +73,9 @@ class TrainingEngine(Protocol):
     def forget_gradients(self) -> None:
         """Drop all gradients, without reading them."""
 
+    def begin_step_again(self) -> None:
+        """Drop what a step that broke off has left."""
+
     def free_gradients(self) -> None:
         """Drop all gradients and their memory."""
 

@@ -137,7 +137,7 @@ class ShardedEngine:
         for parameter in self._shards_here:
             parameter.grad = None
 
-    free_gradients = forget_gradients
+    free_gradients = begin_step_again = forget_gradients
 
     def flush(self) -> None:
         """Do nothing: updates are made when `step` returns."""

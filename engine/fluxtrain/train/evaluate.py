@@ -59,9 +59,11 @@ def evaluate(
     ranks: Ranks = ALONE,
     *,
     in_lockstep: bool = False,
+    meet: Callable[[], None] = lambda: None,
 ) -> Evaluation | None:
     """Evaluate `model` as it is now; pending updates must be flushed before. Each of several
-    `ranks` takes every so many-th batch; `in_lockstep` all compute equally often.
+    `ranks` takes every so many-th batch, and all `meet` before they add up; `in_lockstep` all
+    compute equally often.
 
     Restores the model's training mode and the random state. Returns None when there is nothing to
     evaluate, or when `stop` returned True between two batches.
@@ -88,6 +90,7 @@ def evaluate(
     finally:
         model.train(was_training)
     if ranks.world > 1:
+        meet()
         names = sorted(set().union(*ranks.gather(set(totals))))
         every, *sums = ranks.total([count, *(totals.get(name, 0.0) for name in names)])
         totals, count = dict(zip(names, sums, strict=True)), int(every)

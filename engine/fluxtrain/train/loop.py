@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fluxtrain.config.cadence import Cadence
+from fluxtrain.core.ranks.exchange import RanOutElsewhere
 from fluxtrain.core.ranks.join import ALONE, Ranks
 from fluxtrain.errors import Diverged, DoesNotFit, FluxTrainError, Interrupted
 from fluxtrain.events.emitter import Announcer
@@ -67,6 +68,7 @@ class TrainingLoop(Generic[B]):
         self._ranks = ranks
         self._engine: TrainingEngine = training_engine_of(model)
         self._engine.retries_blocks = False  # steps are redone, which keeps the order of sums
+        self._engine.exchange.agrees = True
         self._device = self._engine.device.torch_device
         self._recorder = self._engine.device.recorder
         self._optimizer = optimizer
@@ -168,10 +170,10 @@ class TrainingLoop(Generic[B]):
             try:
                 return evaluate(
                     self._objective, self._model, self._held_out(), self._stopping, self._ranks,
-                    in_lockstep=self._engine.in_lockstep,
+                    in_lockstep=self._engine.in_lockstep, meet=self._engine.exchange.agree,
                 )  # fmt: skip
-            except torch.OutOfMemoryError as error:
-                if self._ranks.world > 1:
+            except (torch.OutOfMemoryError, RanOutElsewhere) as error:
+                if not self._can_be_done_again(error):
                     raise self._out_of_memory(error) from error
                 self._engine.free_gradients()  # none is open between steps
                 self._make_room(error, time.perf_counter() - started_s, "the evaluation")
@@ -203,15 +205,27 @@ class TrainingLoop(Generic[B]):
             started_s = time.perf_counter()
             clock = StepClock(self._device, self._recorder)
             try:
-                return self._compute(clock)
-            except torch.OutOfMemoryError as error:
-                if self._engine.partly_updated or self._ranks.world > 1:  # others are in mid-step
+                queued = self._compute(clock)
+                self._engine.exchange.agree()
+                return queued
+            except (torch.OutOfMemoryError, RanOutElsewhere) as error:
+                if not self._can_be_done_again(error):
                     raise self._out_of_memory(error) from error
                 # nothing was changed yet: weights move only after the norm is known
+                self._engine.begin_step_again()
                 self._forget_gradients()
                 self._data.load_state_dict(cursor)
                 restore_random_state(random)
                 self._make_room(error, time.perf_counter() - started_s, "the step")
+
+    def _can_be_done_again(self, error: Exception) -> bool:
+        """Return whether no rank has updated anything in what has ended in `error`."""
+        exchange = self._engine.exchange
+        if exchange.ranks.world != self._ranks.world:  # FSDP2's: others are in mid-step
+            return False
+        if not isinstance(error, RanOutElsewhere):
+            exchange.agree(ran_out=True)
+        return not any(self._ranks.most([self._engine.partly_updated]))
 
     def _compute(self, clock: StepClock) -> QueuedStep:
         """Run forward and backward for all batches of a step, of which each rank has its share; the
@@ -414,20 +428,23 @@ class TrainingLoop(Generic[B]):
             raise DoesNotFit(f"{self._requests.lack}; {last}")
         raise Interrupted(last, code)  # the end of the run tells the step
 
-    def _out_of_memory(self, error: torch.OutOfMemoryError) -> DoesNotFit:
+    def _out_of_memory(self, error: Exception) -> DoesNotFit:
         return out_of_memory(self._engine, self._step_number, error, self._checkpoints.last_text())
 
-    def _make_room(self, error: torch.OutOfMemoryError, lost_s: float, what: str) -> None:
+    def _make_room(self, error: Exception, lost_s: float, what: str) -> None:
+        """Give something up on every rank; raise DoesNotFit where one that ran out has nothing."""
         self._checkpoints.wait_copied()
         step, trains = self._step_number, what == "the step"
         others = any(lack > 0 for lack in self._engine.lacks_bytes())
         given_up = self._changes.make_room(
             step, lost_s, gpu_of(error), backward=trains, others=others
         )
-        if given_up is None:
+        elsewhere = isinstance(error, RanOutElsewhere)
+        if any(self._ranks.most([given_up is None and not elsewhere])):
             self._report_queued()
             if not self._refusals.under_way:
                 self._checkpoints.write_last(self.state, self._engine, self._data)
             raise self._out_of_memory(error) from error
         when = f"at step {step + 1}" if trains else f"after step {step}"
-        self._announcer.warn(f"device memory ran out {when}: {what} is done again with {given_up}")
+        told = str(error) if elsewhere else "device memory ran out"
+        self._announcer.warn(f"{told} {when}: {what} is done again with {given_up or 'less there'}")

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 _PIECE_ELEMENTS = 1 << 24  # of a sum in rank order: 64 MiB of fp32 at a time
 
 
+class RanOutElsewhere(Exception):
+    """Another rank has run out of device memory in this step, which all begin again."""
+
+
 class Exchange:
     """The sums or means over all ranks, in place; used by the thread of the backward pass."""
 
@@ -46,7 +50,10 @@ class Exchange:
         joined = device if ranks.world > 1 else None
         self._group: Any = None if joined is None else ranks.device_group(joined)
         # weights are gathered in a group of their own, while gradients are added in this one
-        self.shares = None if joined is None or not shares else Shares(ranks, joined)
+        self.shares = None
+        if joined is not None and shares:
+            self.shares = Shares(ranks, joined, self.agree)
+        self.agrees = False  # ranks tell each other before they send, since a step can be redone
         self.last_pass = True  # of a step: earlier ones keep their gradients on this rank
         self._waits: Callable[[], bool] = lambda: False  # for another pass, as a DDP says
         self._under_way: Transfer | None = None  # the last that was begun
@@ -78,9 +85,19 @@ class Exchange:
                 "gradients are of this rank alone: leave no_sync() before the last pass of a step"
             )
 
+    def agree(self, *, ran_out: bool = False) -> None:
+        """Meet the other ranks where one of them may have `ran_out` of device memory, in whatever
+        part of the step: what they were about to send or to end is left, by RanOutElsewhere."""
+        if self.ranks.world == 1 or not self.agrees:
+            return
+        (out,) = self.ranks.most([self.ranks.rank + 1 if ran_out else 0])
+        if out and not ran_out:
+            raise RanOutElsewhere(f"device memory ran out in rank {out - 1}")
+
     def begin(self, flat: Tensor, device: Device) -> Transfer:
         """Begin to make `flat` (elements,) fp32 on the device the sum or mean over ranks, beside
         its computation."""
+        self.agree()
         self._under_way = device.beside(partial(self.add_up, flat))
         return self._under_way
 
@@ -91,6 +108,7 @@ class Exchange:
 
     def _take_turn(self) -> None:
         """Let what was begun end first: ranks send in one order, and from one thread at a time."""
+        self.agree()
         before, self._under_way = self._under_way, None
         if before is not None:
             before.wait_compute(OTHER_RANKS)

@@ -8,7 +8,7 @@ never made, so that all code finds each weight at its place.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, distributed
@@ -24,8 +24,9 @@ gather_ = getattr(distributed, "all_gather_single", None) or distributed.all_gat
 class Shares:
     """One rank's ranges; used by the thread that computes."""
 
-    def __init__(self, ranks: Ranks, device: torch.device) -> None:
-        """device: that computes."""
+    def __init__(self, ranks: Ranks, device: torch.device, agree: Callable[[], None]) -> None:
+        """device: that computes; `agree` is called before each exchange of it."""
+        self._agree = agree
         self.ranks, self._group = ranks, ranks.device_group(device)
         self.ended = False  # rank 0 has the weights of all
 
@@ -52,6 +53,7 @@ class Shares:
         """Bring all ranks' ranges of `flat` (elements,), on the device, together in it."""
         whole = self._each(flat.numel()) * self.ranks.world
         if whole:
+            self._agree()
             (start, stop), *_ = self.own(flat.numel())
             gather_(_bytes(flat[:whole]), _bytes(flat[start:stop].clone()), group=self._group)
 

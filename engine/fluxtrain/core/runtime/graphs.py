@@ -49,7 +49,11 @@ class Graphs:
             self._passes.discard(number)
             if not self._passes:
                 self._begun.clear()  # another pass may take the same nodes (`retain_graph`)
-            at_its_end()
+            try:
+                at_its_end()
+            except BaseException:
+                self._passes.add(number)  # it broke off
+                raise
 
         torch.autograd.Variable._execution_engine.queue_callback(end)
 

@@ -51,6 +51,14 @@ class Engine(Context):
             if group.has_gradient:
                 self.gradients_of(group).host.forget(group)
 
+    def begin_step_again(self) -> None:
+        """Drop what a step that broke off has left, so that every process begins it alike."""
+        self.abandon_backward()
+        self.forget_gradients()
+        for group in self.groups:
+            if group.shares is not None:  # slots have other blocks than in other processes
+                group.weights_changed(frozen=True)
+
     def free_gradients(self) -> None:
         """Drop all gradients and free their memory; a later backward pass allocates it again."""
         self.flush()
