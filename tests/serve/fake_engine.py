@@ -32,6 +32,8 @@ def plan(path: str) -> None:
         "deferred_moments": False,
     }  # fmt: skip
     words = _words(path)
+    if "--machine" in sys.argv:
+        Path(sys.argv[sys.argv.index("--machine") + 1]).read_text()
     if "too-large" in words or ("beside-no-worker" in words and _worker_runs()):
         print("error: it needs 9 GiB and 1 GiB is free: shorten the sequence", file=sys.stderr)
         sys.exit(3)

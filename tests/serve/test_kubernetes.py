@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 import yaml
 
@@ -123,6 +124,19 @@ def test_a_watch_that_says_nothing_is_made_up_for_by_a_list(
     client = served.client()
     job = create(client)
     assert ended(client, job.id).status == "succeeded"
+
+
+def test_jobs_are_planned_for_the_machine_of_their_pods(
+    cluster: Cluster, serve: Callable[..., Served], tmp_path: Path
+) -> None:
+    cluster.admits, machine = False, tmp_path / "machine.json"
+    served = serve(backend="kubernetes", kubernetes={"mount": tmp_path, "machine": machine})
+    with pytest.raises(openai.BadRequestError, match=r"machine\.json"):
+        create(served.client())
+    machine.touch()
+    job = create(served.client())
+    assert job.fluxtrain["plan"]["checkpoint_bytes"] == 1
+    assert served.client().fine_tuning.jobs.cancel(job.id).status == "cancelled"
 
 
 def test_a_job_deleted_by_hand_fails_with_words(cluster: Cluster, served: Served) -> None:

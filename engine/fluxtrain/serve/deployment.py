@@ -47,7 +47,7 @@ FROM python:3.12-slim
 ARG TORCH=torch
 ARG TORCH_INDEX=""
 RUN pip install --no-cache-dir "${{TORCH}}" ${{TORCH_INDEX:+--index-url "${{TORCH_INDEX}}"}}
-ARG PACKAGE="fluxtrain[serve,data,kubernetes]=={version("fluxtrain")}"
+ARG PACKAGE="fluxtrain[serve,data,kubernetes,postgres]=={version("fluxtrain")}"
 RUN pip install --no-cache-dir "${{PACKAGE}}"
 
 # A user without rights; nothing but {DATA} and /tmp is written, so that the root may be read-only.
