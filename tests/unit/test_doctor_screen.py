@@ -6,9 +6,10 @@ import os
 import time
 from typing import Any
 
+import pytest
 from msgspec.structs import replace
 
-from fluxtrain.commands.doctor.examine import findings, versions
+from fluxtrain.commands.doctor.examine import findings, ranks_of, versions
 from fluxtrain.commands.doctor.screen import screen
 from fluxtrain.events.answers.machine import (
     Disk,
@@ -84,6 +85,20 @@ def test_however_much_is_found_no_line_is_wider_than_a_terminal() -> None:
     positions = [text.index(f"{number:2}  {one.name}") for number, one
                  in enumerate(report.findings, start=1)]  # fmt: skip
     assert positions == sorted(positions)
+
+
+def test_cores_and_threads_of_each_process_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    nodes = [[0, 1, 2, 3, *range(8, 20)]]
+    monkeypatch.setattr("fluxtrain.commands.doctor.examine.numa_nodes", lambda _: nodes)
+    told = {"OMP_NUM_THREADS": "1", "CONTROLLER_CORES_PER_RANK": "1"}
+    assert not list(ranks_of(1, told)), "one process has all"
+    found = tuple(ranks_of(2, told))
+    lines = screen(replace(report_of(), ranks=found)).splitlines()
+    assert "rank 0    cores 0-3,8-9 of NUMA node 0, 4 update threads" in lines
+    assert "rank 1    cores 10-15 of NUMA node 0, 4 update threads" in lines
+    launched = list(ranks_of(0, told | {"LOCAL_WORLD_SIZE": "4"}))
+    assert [len(one.cores) for one in launched] == [3] * 4
 
 
 def test_a_failed_self_test_is_counted_and_shown_as_failed() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -13,7 +13,15 @@ from typing import get_args
 import fluxtrain
 from fluxtrain.commands.doctor.card_findings import card_findings, several_cards_findings
 from fluxtrain.commands.doctor.host_findings import host_findings
-from fluxtrain.events.answers.machine import DoctorAnswer, Finding, Level, Machine, ProbeAnswer
+from fluxtrain.core.ranks.cores import cores_of, numa_nodes, threads_of
+from fluxtrain.events.answers.machine import (
+    DoctorAnswer,
+    Finding,
+    Level,
+    Machine,
+    ProbeAnswer,
+    RankCores,
+)
 from fluxtrain.measure.probe.probe import probe
 
 _PACKAGES = ("torch", "transformers", "peft", "safetensors", "tokenizers", "textual")
@@ -77,7 +85,24 @@ def examine(
         findings=findings(measured),
         self_tests=tests,
         versions=versions(measured.machine, torch.version.cuda),
+        ranks=tuple(ranks_of(len(measured.machine.gpus), os.environ)),
     )
+
+
+def ranks_of(gpus: int, environment: Mapping[str, str]) -> Iterator[RankCores]:
+    """Yield what each process of this machine computes with: those of a launcher, or one a card."""
+    from fluxtrain.core.adamw.kernels import threads_beside_gpu
+
+    told = environment.get("LOCAL_WORLD_SIZE", "")
+    count = max(int(told) if told.isdecimal() else 0, gpus)
+    nodes, allowed = numa_nodes(environment), os.sched_getaffinity(0)
+    for rank in range(count if count > 1 else 0):
+        cores = cores_of(rank, count, nodes, allowed)
+        threads = threads_of(len(cores), environment)
+        if gpus:
+            threads = threads_beside_gpu(threads, threads) or threads
+        node = next((at for at, node in enumerate(nodes) if cores[0] in node), 0)
+        yield RankCores(cores=tuple(cores), node=node, update_threads=threads)
 
 
 @contextmanager

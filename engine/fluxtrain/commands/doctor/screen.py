@@ -9,6 +9,7 @@ from fluxtrain.events.answers.machine import (
     Gpu,
     Machine,
     ProbeAnswer,
+    RankCores,
     rate_value_text,
 )
 from fluxtrain.measure.probe.table import age_text, card_lines, link_text, no_gpu_reason
@@ -22,6 +23,10 @@ _VERDICTS = {True: "pass", False: "FAIL", None: "none"}
 def screen(report: DoctorAnswer) -> str:
     """Return the verdict, the measurements, what to change, the self-tests and the versions."""
     lines = [_verdict(report), *_measured(report.probe)]
+    if report.ranks:
+        lines.append("processes, were there one for each card, and the cores of each:")
+    for rank, mine in enumerate(report.ranks):
+        lines += _wrapped(f"rank {rank}", _rank_text(mine))
     if report.findings:
         lines.append("findings, the most useful first:")
     for number, finding in enumerate(report.findings, start=1):
@@ -61,6 +66,17 @@ def _measured(probe: ProbeAnswer) -> list[str]:
     lines += _wrapped("disk", _disk_text(probe))
     again = ", --fresh measures again" if probe.from_cache else ""
     return lines + _wrapped("rates", f"{age_text(probe)}{again}")
+
+
+def _rank_text(rank: RankCores) -> str:
+    spans: list[list[int]] = []
+    for core in rank.cores:
+        if not spans or core != spans[-1][1] + 1:
+            spans.append([core, core])
+        spans[-1][1] = core
+    cores = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+    threads = _count(rank.update_threads, "update thread")
+    return f"cores {cores} of NUMA node {rank.node}, {threads}"
 
 
 def _processor_text(probe: ProbeAnswer) -> str:

@@ -194,9 +194,12 @@ def update_threads(computation: torch.device) -> int | None:
         quota, cores = share, share + 1
     threads = quota if quota is not None and quota < cores else None
     cores = cores if threads is None else threads
-    if computation.type == "cpu" or cores < FEW_CORES:
-        return threads
-    return cores - max(1, cores // 8)
+    return threads if computation.type == "cpu" else threads_beside_gpu(cores, threads)
+
+
+def threads_beside_gpu(cores: int, few: int | None) -> int | None:
+    """Return how many of these cores update while others queue a GPU's work; `few` of few cores."""
+    return few if cores < FEW_CORES else cores - max(1, cores // 8)
 
 
 def zero_(x: Tensor, *, threads: int | None = None) -> None:

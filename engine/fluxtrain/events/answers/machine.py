@@ -195,6 +195,14 @@ class SelfTest(msgspec.Struct, frozen=True, kw_only=True):
     detail: str
 
 
+class RankCores(msgspec.Struct, frozen=True, kw_only=True):
+    """What one of several processes of this machine computes with, were there one for each card."""
+
+    cores: tuple[int, ...]
+    node: int  # of the machine's memory (NUMA)
+    update_threads: int  # that AdamW runs on, whatever OMP_NUM_THREADS is
+
+
 class DoctorAnswer(Answer, frozen=True, kw_only=True):
     """The probe, its findings, the self-tests and the versions."""
 
@@ -204,6 +212,7 @@ class DoctorAnswer(Answer, frozen=True, kw_only=True):
     findings: tuple[Finding, ...]  # the most useful first
     self_tests: tuple[SelfTest, ...]
     versions: dict[str, str]
+    ranks: tuple[RankCores, ...] = ()  # by rank, of a launcher's processes or of several cards
 
     @property
     def failed(self) -> tuple[SelfTest, ...]:
