@@ -236,4 +236,5 @@ def assert_each_once(store: Store, made: set[str]) -> None:
         assert [event.exit_code for event in finished] == [0] and events[-1] is finished[0]
         assert {event.step for event in events if isinstance(event, StepFinished)} == {1, 2, 3, 4}
     assert len(store.rows(sa.select(versions))) == JOBS
-    assert not list(store.configs.iterdir())
+    left = [one.name for one in store.configs.iterdir() if not one.name.endswith("-plan.yaml")]
+    assert not left  # plans that a kill left go in an hour

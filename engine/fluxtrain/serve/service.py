@@ -27,6 +27,7 @@ from fluxtrain.serve.evaluation import Evaluations
 from fluxtrain.serve.jobs import JobRequest
 from fluxtrain.serve.kubernetes_jobs import KubernetesJobs
 from fluxtrain.serve.metrics import AnswerCounts, Watched
+from fluxtrain.serve.mirror import mirror_of
 from fluxtrain.serve.queue import TICK_S, Queue
 from fluxtrain.serve.refusal import Refusal, not_found
 from fluxtrain.serve.registry import (
@@ -84,6 +85,7 @@ class Service:
             program,
             lambda: self.queue.lease.leads,
         )
+        self.mirror = mirror_of(store, lambda: self.queue.lease.leads)
         self._planning = asyncio.Semaphore(PLANS_AT_ONCE)
         self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
@@ -91,6 +93,8 @@ class Service:
     async def running(self) -> AsyncIterator[None]:
         """Run the queue, and end the worker in time for jobs."""
         self.queue.start()
+        if self.mirror is not None:
+            self.mirror.start()
         beside = [
             asyncio.create_task(self._yield_to_jobs()),
             asyncio.create_task(self.evaluations.follow_jobs()),
@@ -100,6 +104,8 @@ class Service:
         finally:
             for task in beside:
                 task.cancel()
+            if self.mirror is not None:
+                await run_in_threadpool(self.mirror.close)
             await run_in_threadpool(self.queue.close)
             await self.worker.leave()
             if isinstance(self.worker, VllmWorker):

@@ -26,7 +26,7 @@ PURPOSE = "fine-tune"
 KINDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".md")
 INCOMING = ".incoming-"
 NAME_LIMIT = 255
-LEFT_S = 3600.0  # an upload that grows is younger
+LEFT_S = 3600.0  # an upload that grows, or a plan that is made, is younger
 PIECE_BYTES = 1 << 20
 
 
@@ -88,8 +88,8 @@ def remove_unused(store: Store, blob: str) -> None:
 
 
 def remove_left(store: Store) -> None:
-    """Remove leftovers of uploads to a killed server."""
-    for path in store.files.glob(f"{INCOMING}*"):
+    """Remove leftovers of uploads to a killed server, and of plans that it made."""
+    for path in (*store.files.glob(f"{INCOMING}*"), *store.configs.glob("*-plan.yaml")):
         if time.time() - path.stat().st_mtime > LEFT_S:
             path.unlink(missing_ok=True)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import math
 import queue
 import sys
 import threading
@@ -26,14 +25,9 @@ import numpy as np
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.config.section import TrackerName, TrackerSettings
 from fluxtrain.errors import BadInput
-from fluxtrain.events.events import (
-    EvaluationFinished,
-    Event,
-    MemorySampled,
-    SampleGenerated,
-    StepFinished,
-)
+from fluxtrain.events.events import Event, MemorySampled, SampleGenerated
 from fluxtrain.events.run_folder.run_dir import RunDir
+from fluxtrain.events.values import memory_of, values_of
 from fluxtrain.files.atomic import read_json
 from fluxtrain.units import count_text, duration_text
 
@@ -467,51 +461,3 @@ class TrackerFeed:
 def _words(error: BaseException) -> str:
     first = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {first}"[:200] if first else type(error).__name__
-
-
-def values_of(event: Event) -> tuple[int, dict[str, float]] | None:
-    """Return the step and the finite numbers of an event; None: it has none to show."""
-    if isinstance(event, StepFinished):
-        return event.step, _finite(_of_step(event))
-    if isinstance(event, EvaluationFinished):
-        found = {f"eval/{name}": value for name, value in event.metrics.items()}
-        found |= {"eval/loss": event.loss, "eval/seconds": event.seconds}
-        if event.best_loss is not None:
-            found["eval/best_loss"] = event.best_loss
-        return event.step, _finite(found)
-    return None
-
-
-def memory_of(event: MemorySampled) -> dict[str, float]:
-    """Return the memory in use, in bytes."""
-    return _finite(
-        {
-            "memory/device_used_bytes": event.device_used_bytes,
-            "memory/device_peak_bytes": event.device_peak_bytes,
-            "memory/host_rss_bytes": event.host_rss_bytes,
-        }
-    )
-
-
-def _of_step(event: StepFinished) -> dict[str, float | None]:
-    values: dict[str, float | None] = {
-        "train/loss": event.loss,
-        "train/learning_rate": event.learning_rate,
-        "train/grad_norm": event.grad_norm,
-        "train/epoch": event.epoch,
-        "train/total_tokens": event.total_tokens,
-        "train/loss_scale": event.loss_scale,
-        "speed/step_s": event.step_s,
-        "speed/tokens_per_s": event.tokens_per_s,
-    }
-    values |= {f"phases_s/{name}": seconds for name, seconds in event.phases_s.items()}
-    values |= {f"stalls_s/{name}": seconds for name, seconds in event.stalls_s.items()}
-    return values
-
-
-def _finite(values: Mapping[str, float | None]) -> dict[str, float]:
-    return {
-        name: float(value)
-        for name, value in values.items()
-        if value is not None and math.isfinite(value)
-    }
