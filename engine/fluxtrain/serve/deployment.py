@@ -196,6 +196,7 @@ def locked_down(container: dict[str, Any], claim: str, mount: str) -> dict[str, 
             "runAsNonRoot": True,
             "runAsUser": USER,
             "fsGroup": USER,
+            "fsGroupChangePolicy": "OnRootMismatch",  # a large volume is not gone through each time
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         "automountServiceAccountToken": False,

@@ -38,9 +38,7 @@ from fluxtrain.serve.jobs import run_of
 from fluxtrain.serve.settings import KubernetesSettings, ServeSettings
 
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
-LABELS = {"app": "fluxtrain-trainer", "app.kubernetes.io/managed-by": "fluxtrain"}
-SELECTOR = ",".join(f"{name}={value}" for name, value in LABELS.items())
-TRAINER = "trainer"  # the container's name
+APP, TRAINER = "fluxtrain-trainer", "trainer"  # a label, and the container's name
 IN_CLUSTER = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 WATCH_S = 60  # then all is listed again, so that a watch that tells nothing costs a minute
 PAUSE_S = 2.0
@@ -74,7 +72,8 @@ class KubernetesJobs:
         self._chosen = settings.kubernetes
         _refuse_other_places(self._chosen.mount, settings.folder.absolute(), runs_root())
         self._batch, self._core = _connected()
-        self._namespace = self._chosen.namespace or _own_namespace()
+        own = IN_CLUSTER.read_text().strip() if IN_CLUSTER.exists() else "default"
+        self._namespace = self._chosen.namespace or own
         self._jobs: dict[str, Any] = {}  # by name, as far as the watch has told
         self._reached = False
         self._aside_until_s: dict[str, float] = {}  # nodes with a card that failed
@@ -100,7 +99,9 @@ class KubernetesJobs:
 
     def start(self, row: Mapping[str, Any], arguments: Sequence[str]) -> None:
         """Make the Job of a trial, suspended, for Kueue to admit. Raises ClusterRefused."""
-        body = job_manifest(self._chosen, row, arguments, self._nodes_aside())
+        now_s = time.monotonic()
+        aside = [node for node, until_s in self._aside_until_s.items() if until_s > now_s]
+        body = job_manifest(self._chosen, row, arguments, aside)
         try:
             made = _asked(self._batch.create_namespaced_job, self._namespace, body)
         except ClusterRefused as error:
@@ -153,7 +154,7 @@ class KubernetesJobs:
 
     def collect(self, row: Mapping[str, Any], run: RunSummary | None) -> End:
         """Return how a trial ended: by what its pod tells, with the words of the run directory."""
-        name = name_of(row)
+        name, known = name_of(row), run.exit_code if run is not None else None
         job = self._jobs.get(name)
         if job is None and not _was_stopped(row) and _was_made(row):
             return End(
@@ -162,20 +163,16 @@ class KubernetesJobs:
                 f"{KEPT_S // 86400} days): create the job again to train",
             )
         if job is None:
-            known = run.exit_code if run is not None else None
             return end_of(row, run, EXIT_TERMINATED if known is None else known)
         pod = self._newest_pod(name)
-        ended = next(
-            (one.state.terminated for one in _containers(pod) if one.state.terminated), None
-        )
-        if ended is None:
-            failed = _condition(job)
-            known = run.exit_code if run is not None else None
-            return end_of(row, run, known, failed.message or "" if failed is not None else "")
+        states = [one.state.terminated for one in _containers(pod)]
+        if not any(states):
+            return end_of(row, run, known, _condition(job).message or "")
+        ended = next(filter(None, states))
         if ended.exit_code == EXIT_DEVICE_FAILED:
             self._aside_until_s[pod.spec.node_name] = time.monotonic() + ASIDE_S
-        if run is not None and run.exit_code == ended.exit_code:
-            return end_of(row, run, ended.exit_code)
+        if ended.exit_code == known:
+            return end_of(row, run, known)
         return end_of(row, run, *self._unrecorded(ended))
 
     def _unrecorded(self, ended: Any) -> tuple[int, str]:
@@ -201,10 +198,7 @@ class KubernetesJobs:
         """List the Jobs and watch them, again and again."""
         while not self._ends.is_set():
             try:
-                version = self._list()
-                wake()
-                with _refusals():
-                    self._watch(version, wake)
+                self._watch(self._list(), wake)
             except Exception as error:  # noqa: BLE001 - whatever was told must not end it
                 if self._reached:
                     print(f"kubernetes: {error}", file=sys.stderr, flush=True)
@@ -215,10 +209,11 @@ class KubernetesJobs:
         """Keep `_jobs` right for a minute, from a list of this version on."""
         from kubernetes.watch import Watch
 
+        wake()
         for event in Watch().stream(
             self._batch.list_namespaced_job,
             self._namespace,
-            label_selector=SELECTOR,
+            label_selector=f"app={APP}",
             resource_version=version,
             timeout_seconds=WATCH_S,
             _request_timeout=(TIMEOUT_S[0], WATCH_S + TIMEOUT_S[1]),
@@ -237,7 +232,8 @@ class KubernetesJobs:
 
         Raises ClusterRefused.
         """
-        listed = _asked(self._batch.list_namespaced_job, self._namespace, label_selector=SELECTOR)
+        wanted = f"app={APP}"
+        listed = _asked(self._batch.list_namespaced_job, self._namespace, label_selector=wanted)
         self._jobs = {one.metadata.name: one for one in listed.items}
         self._reached = True
         return str(listed.metadata.resource_version)
@@ -267,10 +263,6 @@ class KubernetesJobs:
             pods = listed.items
         return max(pods, key=lambda one: one.metadata.creation_timestamp, default=None)
 
-    def _nodes_aside(self) -> list[str]:
-        now_s = time.monotonic()
-        return sorted(node for node, until_s in self._aside_until_s.items() if until_s > now_s)
-
 
 def name_of(row: Mapping[str, Any]) -> str:
     """Return the name of the Job of a job's newest trial."""
@@ -284,7 +276,7 @@ def job_manifest(
     nodes_aside: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the Job of a trial; arguments: of `fluxtrain train`."""
-    labels = {**LABELS, "fluxtrain/job": row["id"]}
+    labels = {"app": APP, "fluxtrain/job": row["id"]}
     container = {
         "name": TRAINER,
         "image": chosen.image,
@@ -296,7 +288,11 @@ def job_manifest(
     pod = locked_down(container, chosen.claim, str(chosen.mount))
     pod |= {"restartPolicy": "Never", "terminationGracePeriodSeconds": _grace_s(row["plan"])}
     if nodes_aside:
-        pod["affinity"] = _apart_from(nodes_aside)
+        but = {"key": "metadata.name", "operator": "NotIn"}
+        others = [{**but, "values": [node]} for node in nodes_aside]
+        wished = [{"weight": 100, "preference": {"matchFields": others}}]
+        wish = "preferredDuringSchedulingIgnoredDuringExecution"
+        pod["affinity"] = {"nodeAffinity": {wish: wished}}
     rules: list[dict[str, Any]] = [
         {"action": "FailJob", "onExitCodes": _codes(FOR_GOOD)},
         {"action": "Ignore", "onExitCodes": _codes((EXIT_TERMINATED,))},
@@ -325,12 +321,6 @@ def _grace_s(plan: Mapping[str, Any]) -> int:
     """Return the seconds for ending a step and writing a checkpoint, on a slow disk."""
     written_s = (plan.get("checkpoint_bytes") or 0) / 50e6
     return 60 + math.ceil(2 * (plan.get("step_s") or 0.0) + written_s)
-
-
-def _apart_from(nodes: Sequence[str]) -> dict[str, Any]:
-    others = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in nodes]
-    wished = [{"weight": 100, "preference": {"matchFields": others}}]
-    return {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": wished}}
 
 
 def _was_stopped(row: Mapping[str, Any]) -> bool:
@@ -399,10 +389,6 @@ def _connected() -> tuple[Any, Any]:
             "pod as `fluxtrain serve --print kubernetes` writes"
         ) from error
     return client.BatchV1Api(), client.CoreV1Api()
-
-
-def _own_namespace() -> str:
-    return IN_CLUSTER.read_text().strip() if IN_CLUSTER.exists() else "default"
 
 
 def _refuse_other_places(mount: Path, *places: Path) -> None:
