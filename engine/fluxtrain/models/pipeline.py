@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -112,6 +111,15 @@ def _check_shapes(folder: Path, model: nn.Module, headers: dict[Path, dict[str, 
         )
 
 
+def save_compared(tensors: dict[str, torch.Tensor], path: Path, **metadata: str) -> None:
+    """Write a file, read it again and compare. Raises Disagrees where they differ."""
+    save_file(tensors, path, metadata={"format": "pt", **metadata})
+    again = load_file(path)
+    for name, tensor in tensors.items():
+        if not torch.equal(again[name], tensor):
+            raise Disagrees(f"{path.name}: {name} is not what was written: check the disk")
+
+
 def save_transformer(model: Any, pipeline: PipelineFolder, folder: Path) -> int:
     """Write `folder`/transformer, its tensors in files like those of `pipeline`, one file at a
     time; each is read again and compared. Returns the bytes written.
@@ -127,11 +135,6 @@ def save_transformer(model: Any, pipeline: PipelineFolder, folder: Path) -> int:
             shutil.copyfile(path, made / source.name / path.name)
         for path in pipeline.weights:
             tensors = {n: state[n].cpu().contiguous() for n in safetensors_header(path)}
-            written = made / source.name / path.name
-            save_file(tensors, written, metadata={"format": "pt"})
-            with safe_open(written, framework="pt") as file:
-                for name, tensor in tensors.items():
-                    if not torch.equal(file.get_tensor(name), tensor):
-                        raise Disagrees(f"{path.name}: {name} is not what was written")
+            save_compared(tensors, made / source.name / path.name)
 
     return save_folder(write, sum(tensor.nbytes for tensor in state.values()), folder)

@@ -19,7 +19,7 @@ from fluxtrain.events.answers.answers import SampleAnswer
 from fluxtrain.events.run_folder.run_dir import RunDir, find_run
 from fluxtrain.machine.gpu import check_accelerator
 from fluxtrain.methods.image.adapter import LORA_FILE, load_adapter
-from fluxtrain.methods.image.encoding import encode, encodings_of, load_vae
+from fluxtrain.methods.image.encoding import encode, encodings_of, load_parts
 from fluxtrain.methods.image.sampling import Request, pixels_of, sampled
 from fluxtrain.models.loading import ModelSource
 from fluxtrain.models.model_files import is_pipeline
@@ -72,8 +72,8 @@ def sample(request: SampleRequest, tell: Tell) -> SampleAnswer:
     pipeline = open_pipeline(config.model.path)
     trained = PipelineFolder(run_dir.model) if is_full else pipeline
     empty = open_transformer(trained, ModelSource.of(config.model, capability))
-    dtype, image = empty.precision.dtype, config.image
-    encodings = encodings_of(pipeline, dtype, image.caption_tokens, image.cache)
+    image = config.image
+    encodings = encodings_of(pipeline, empty.precision.dtype, image.caption_tokens, image.cache)
     pair = _pair(request, image.size)
     encode(encodings, [pair], device, tell)
     tell("loading the transformer")
@@ -93,7 +93,7 @@ def sample(request: SampleRequest, tell: Tell) -> SampleAnswer:
     if device.type == "cuda":
         engine_of(model).close()
     del model
-    save_png(pixels_of(load_vae(pipeline, dtype), made, device), request.to)
+    save_png(pixels_of(load_parts(encodings, "vae").vae, made, device), request.to)
     width, height = pair.bucket
     return SampleAnswer(
         path=str(request.to), width=width, height=height, seconds=time.monotonic() - started_s

@@ -10,17 +10,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from peft import get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fluxtrain.config.schema import MethodSettings
-from fluxtrain.errors import BadInput, Disagrees
+from fluxtrain.errors import BadInput
 from fluxtrain.methods.adapters import ADAPTER, check_rank, lora_config
 from fluxtrain.methods.trained_on import TrainedOn
 from fluxtrain.models.export import save_folder
+from fluxtrain.models.pipeline import save_compared
 from fluxtrain.models.quiet import quiet_diffusers
 
 LORA_FILE = "pytorch_lora_weights.safetensors"  # the name that diffusers looks for
@@ -94,16 +93,10 @@ def save_adapter(model: nn.Module, base: TrainedOn, folder: Path) -> int:
     Raises NoSpace, BadInput, or Disagrees where the file is not what was written.
     """
     tensors = folded(model)
-
-    def write(made: Path) -> None:
-        save_file(tensors, made / LORA_FILE, metadata={"format": "pt", **base.metadata()})
-        again = load_file(made / LORA_FILE)
-        if set(again) != set(tensors) or not all(
-            torch.equal(again[name], tensor) for name, tensor in tensors.items()
-        ):
-            raise Disagrees(f"{folder / LORA_FILE} is not what was written: check the disk")
-
-    return save_folder(write, sum(tensor.nbytes for tensor in tensors.values()), folder)
+    needed = sum(tensor.nbytes for tensor in tensors.values())
+    return save_folder(
+        lambda made: save_compared(tensors, made / LORA_FILE, **base.metadata()), needed, folder
+    )
 
 
 def load_adapter(model: Any, folder: Path) -> None:

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+import fluxtrain
 from fluxtrain.core.device.heap import trim_heap
 from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.data.images.pairs import Pair, Picture
@@ -102,21 +103,16 @@ def encode(
 
     Raises NoSpace where the disk is full; what is encoded stays.
     """
-    pictures = {
-        encodings.latents_at(picture, pair.bucket): (picture, pair.bucket)
-        for pair in pairs
-        for picture in pair.pictures
-        if picture.digest
-    }
-    prompts = {encodings.words_at(prompt): prompt for prompt in ("", *(p.prompt for p in pairs))}
-    new_pictures = {path: what for path, what in pictures.items() if not path.exists()}
-    new_prompts = {path: prompt for path, prompt in prompts.items() if not path.exists()}
+    seen = dict.fromkeys((one, p.bucket) for p in pairs for one in p.pictures if one.digest)
+    pictures = {encodings.latents_at(*what): what for what in seen if not encodings.is_known(*what)}
+    said = {encodings.words_at(prompt): prompt for prompt in ("", *(p.prompt for p in pairs))}
+    prompts = {path: prompt for path, prompt in said.items() if not path.exists()}
     tell = _now_and_then(tell)
-    if new_pictures:
-        _encode_pictures(encodings, new_pictures, device, tell)
-    if new_prompts:
-        _encode_prompts(encodings, new_prompts, device, tell)
-    return len(new_pictures), len(new_prompts)
+    if pictures:
+        _encode_pictures(encodings, pictures, device, tell)
+    if prompts:
+        _encode_prompts(encodings, prompts, device, tell)
+    return len(pictures), len(prompts)
 
 
 def _now_and_then(tell: Tell) -> Tell:
@@ -137,54 +133,53 @@ def _encode_pictures(
     device: torch.device,
     tell: Tell,
 ) -> None:
-    vae = load_vae(encodings.pipeline, encodings.dtype).to(device)
+    made = load_parts(encodings, "vae").to(device)
     encodings.images.mkdir(parents=True, exist_ok=True)
     for number, (path, (picture, bucket)) in enumerate(pictures.items(), 1):
         tell(f"image {number:,} of {len(pictures):,} encoded")
-        latents = latents_of(vae, torch.from_numpy(cropped(picture.path, bucket))[None])
+        pixels = torch.from_numpy(cropped(picture.path, bucket)).permute(2, 0, 1)[None]
+        with torch.no_grad():
+            latents = made._encode_vae_image(pixels.to(device).to(made.vae.dtype) / 127.5 - 1, None)
         if not latents.isfinite().all():
             raise BadInput(
                 f"{picture.path}: its latents are not finite in {encodings.dtype}: set "
                 "model.dtype=bfloat16 or float32"
             )
         write_bytes(path, save({"latents": latents[0].cpu().contiguous()}))
-    del vae
+    del made
     _free(device)
 
 
-def load_vae(pipeline: PipelineFolder, dtype: str) -> Any:
-    """Load the VAE, frozen, in evaluation mode."""
-    from diffusers import AutoencoderKL
+def load_parts(encodings: Encodings, *kept: str, kind: Any = None, **given: Any) -> Any:
+    """Load the pipeline with these of its parts alone, whose code encodes and samples, beside
+    `given` ones; `kind` is a class made from it."""
+    from diffusers import FluxKontextPipeline
 
+    parts = dict.fromkeys(part for part in PARTS if part not in kept) | given
     with quiet_diffusers():
-        vae: Any = AutoencoderKL.from_pretrained(
-            pipeline.folder / "vae", torch_dtype=getattr(torch, dtype), local_files_only=True
-        )
-    return vae.requires_grad_(False).eval()
-
-
-def latents_of(vae: Any, pixels: Tensor) -> Tensor:
-    """Encode images (B, height, width, 3) of bytes to latents (B, 16, height / 8, width / 8)."""
-    scaled = pixels.permute(0, 3, 1, 2).to(vae.device).to(vae.dtype) / 127.5 - 1
-    with torch.no_grad():
-        mode = vae.encode(scaled).latent_dist.mode()
-    latents: Tensor = (mode - vae.config.shift_factor) * vae.config.scaling_factor
-    return latents
+        return (kind or FluxKontextPipeline).from_pretrained(
+            encodings.pipeline.folder, local_files_only=True,
+            torch_dtype=getattr(torch, encodings.dtype), **parts,
+        )  # fmt: skip
 
 
 def _encode_prompts(
     encodings: Encodings, prompts: dict[Path, str], device: torch.device, tell: Tell
 ) -> None:
-    """Encode with CLIP, then with T5; a file is written when it has both."""
+    """Encode with CLIP, then with T5, which streams to a GPU block by block; a file is written when
+    it has both."""
     encodings.words.mkdir(parents=True, exist_ok=True)
     pooled = {}
-    clip = text_pipeline(encodings.pipeline, "", encodings.dtype, device)
+    clip = load_parts(encodings, "text_encoder", "tokenizer").to(device)
     with torch.no_grad():
         for path, prompt in prompts.items():
             pooled[path] = clip._get_clip_prompt_embeds(prompt, device=device)[0].cpu()
     del clip
     _free(device)
-    t5 = text_pipeline(encodings.pipeline, "_2", encodings.dtype, device)
+    t5 = load_parts(encodings, "text_encoder_2", "tokenizer_2")
+    model = t5.text_encoder_2.requires_grad_(False)
+    if device.type == "cuda":
+        t5.text_encoder_2 = fluxtrain.wrap(model, device=device, offload="max")
     dtype = getattr(torch, encodings.dtype)
     with torch.no_grad(), quiet_diffusers():
         for number, (path, prompt) in enumerate(prompts.items(), 1):
@@ -196,34 +191,8 @@ def _encode_prompts(
             write_bytes(path, save(found))
     if device.type == "cuda":
         engine_of(t5.text_encoder_2).close()
-    del t5
+    del t5, model
     _free(device)
-
-
-def text_pipeline(pipeline: PipelineFolder, number: str, dtype: str, device: torch.device) -> Any:
-    """Return the pipeline with one of its text encoders alone, whose code encodes prompts: CLIP by
-    the number "", T5 by "_2", which streams to a GPU block by block."""
-    from diffusers import FluxKontextPipeline
-
-    import fluxtrain
-
-    part = f"text_encoder{number}"
-    with quiet_diffusers():
-        made: Any = FluxKontextPipeline.from_pretrained(
-            pipeline.folder, local_files_only=True, torch_dtype=getattr(torch, dtype),
-            **without(part, f"tokenizer{number}"),
-        )  # fmt: skip
-    model = getattr(made, part).requires_grad_(False).eval()
-    if number and device.type == "cuda":
-        setattr(made, part, fluxtrain.wrap(model, device=device, offload="max"))
-    else:
-        model.to(device)
-    return made
-
-
-def without(*kept: str) -> dict[str, Any]:
-    """Return what keeps diffusers from loading the parts of a pipeline but these."""
-    return dict.fromkeys(part for part in PARTS if part not in kept)
 
 
 def _free(device: torch.device) -> None:

@@ -24,9 +24,8 @@ from fluxtrain.events.emitter import Announcer
 from fluxtrain.events.events import SampleGenerated
 from fluxtrain.events.run_folder.own_files import SAMPLES
 from fluxtrain.machine.failures import first_line
-from fluxtrain.methods.image.encoding import Encodings, load_vae, without
+from fluxtrain.methods.image.encoding import Encodings, load_parts
 from fluxtrain.methods.image.flow import packed, positions
-from fluxtrain.models.pipeline_files import PipelineFolder
 from fluxtrain.models.quiet import quiet_diffusers
 
 SEED = 0
@@ -63,7 +62,7 @@ def sampled(
         return values
 
     with quiet_diffusers(), torch.no_grad():
-        made = _sampler(model, encodings.pipeline, references[1:], device)
+        made = _sampler(model, encodings, references[1:], device)
         tokens: Tensor = made(
             image=references[0] if references else None,
             prompt_embeds=words[None].to(device), pooled_prompt_embeds=pooled[None].to(device),
@@ -76,7 +75,7 @@ def sampled(
 
 
 def _sampler(
-    model: nn.Module, pipeline: PipelineFolder, further: Sequence[Tensor], device: torch.device
+    model: nn.Module, encodings: Encodings, further: Sequence[Tensor], device: torch.device
 ) -> Any:
     """Return the pipeline with `model` as its transformer and nothing else but the scheduler.
 
@@ -98,9 +97,7 @@ def _sampler(
                 image_ids = every[every[:, 0] > 0]
             return latents, images, ids, image_ids
 
-    made = Sampler.from_pretrained(
-        pipeline.folder, local_files_only=True, **(without("scheduler") | {"transformer": model})
-    )
+    made = load_parts(encodings, "scheduler", kind=Sampler, transformer=model)
     made.latent_channels = made.transformer.config.in_channels // 4
     made.set_progress_bar_config(disable=True)
     return made
@@ -189,7 +186,7 @@ class PairSamples:
         if stopped():
             return
         if self.vae is None:
-            self.vae = load_vae(self.encodings.pipeline, self.encodings.dtype)
+            self.vae = load_parts(self.encodings, "vae").vae
         save_png(beside(pair, pixels_of(self.vae, made, self.device)), path)
 
 
