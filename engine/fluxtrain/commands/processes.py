@@ -63,8 +63,7 @@ def with_planned_mode(
 
 
 def _planned_mode(config: RunConfig, words: Sequence[str]) -> list[str]:
-    parallel = config.parallel
-    if parallel.mode != "auto" or config.is_sharded or parallel.processes > 1 or launched():
+    if config.parallel != ParallelRequest() or config.is_sharded or launched():
         return []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all, of many").split(",")
     if config.placement.device == "cpu" or min(len(visible), len(read_gpus().gpus)) < 2:

@@ -152,6 +152,7 @@ def config_of(
         "trust_remote_code": served.trust_remote_code,
     }
     raw["method"] = {**raw.get("method", {}), **_method(served)}
+    raw["parallel"] = {"mode": "layers", **raw.get("parallel", {})}  # a job is one process
     data, train = raw.setdefault("data", {}), raw.setdefault("train", {})
     blobs = {"training": find_file(store, project, asked.training_file)}
     if asked.validation_file is not None:
