@@ -42,6 +42,17 @@ def test_weights_that_are_loaded_already_are_not_counted_twice() -> None:
     assert one.host_bytes == one.need.host_bytes + one.process_bytes  # nothing lives on a GPU
 
 
+def test_a_dropped_model_in_a_reference_cycle_is_no_part_of_the_process() -> None:
+    model = demo_model(256)
+    facts = model_facts(model, model.config, 128)
+    given = demo_config(), facts, read_machine(), "cpu"
+    before = decide(*given, batch_rows=4, data_rows=99).process_bytes
+    timed = nn.Linear(10_000, 10_000)  # 400 MB
+    timed.itself = [timed]
+    del timed
+    assert decide(*given, batch_rows=4, data_rows=99).process_bytes < before + 1e8
+
+
 def test_tied_weights_are_counted_once_and_empty_ones_not_at_all() -> None:
     model = demo_model(256)
     assert loaded_bytes(model) == sum(p.nbytes for p in model.parameters())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -194,6 +195,7 @@ def decide(  # noqa: PLR0913 - each is a fact of its own
         homes |= {"rates": rates, "share": share}
         with adapters_as_cure(config):
             placement = place(facts, cards, asked, config.parallel, **homes)
+    gc.collect()  # a model whose blocks were timed
     trim_heap()  # what is kept of freed memory is used again: it is no part of the process
     return replace(
         placement,
