@@ -31,7 +31,7 @@ def test_exposed_communication_is_that_beside_which_nothing_is_computed() -> Non
 
 
 def test_names_of_gloo_are_those_of_nccl() -> None:
-    ran = [Ran("gloo:all_to_all", 0, 10, is_async=True), Ran("gloo:all_gather", 20, 30),
+    ran = [Ran("gloo:all_to_all", 0, 10), Ran("gloo:all_gather", 20, 30),
            Ran("aten::mm", 5, 10)]  # fmt: skip
     found = summarised(ran, 1, 100e-6, gpu=False)
     assert set(found.by_operation_ms) == {"all_to_all", "all_gather"}

@@ -33,7 +33,6 @@ class Ran:
     start_us: float
     stop_us: float
     on_gpu: bool = False
-    is_async: bool = False  # on the processor: in the background
 
 
 class Communication(msgspec.Struct, frozen=True, kw_only=True):
@@ -184,7 +183,6 @@ def _ran(ended: Any) -> list[Ran]:
             event.time_range.start,
             event.time_range.end,
             str(event.device_type).endswith("CUDA"),
-            event.is_async,
         )
         for event in ended.events()
     ]
