@@ -8,8 +8,10 @@ from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 
+from fluxtrain.serve.jobs import run_of
 from fluxtrain.serve.settings import ServedModel
 from tests.serve.conftest import Served, create, ended, upload, wait_for
 
@@ -89,6 +91,26 @@ def test_each_jobs_model_is_put_to_the_operators_tasks_for_the_gate(
     wait_for(lambda: results(third))
     told = call(served, "POST", "aliases/best", version=third, gate=gate)[1]["error"]["message"]
     assert "name the folder" in told and str(tmp_path) not in told
+
+
+def test_an_evaluation_leaves_the_memory_to_a_job_and_begins_again(
+    serve: Callable[..., Served], tmp_path: Path
+) -> None:
+    tasks = tmp_path / "tasks"
+    tasks.mkdir()
+    (tasks / "waits").touch()
+    served = serve(models={"demo": ServedModel(path="demo", method="full", tasks=tasks)})
+    client = served.client()
+    name = trained(client, "loss-0.8")
+    pid = tmp_path / "tasks.pid"
+    wait_for(lambda: pid.exists() and pid.read_text())
+    evaluates = psutil.Process(int(pid.read_text()))
+    job = create(client, "waits")
+    wait_for(lambda: not evaluates.is_running())
+    (tasks / "waits").unlink()
+    (run_of(job.id).path / "go").touch()
+    names = [name, ended(client, job.id).fine_tuned_model]
+    wait_for(lambda: all(client.models.retrieve(one).fluxtrain["tasks"] for one in names))
 
 
 def test_a_model_whose_files_were_changed_is_not_used(served: Served) -> None:

@@ -20,7 +20,7 @@ from fluxtrain.serve.registry import checked
 from fluxtrain.serve.settings import ServeSettings
 from fluxtrain.serve.store import Store, versions
 
-PAUSE_S = 2.0
+PAUSE_S, TICK_S = 2.0, 0.5
 A = TypeVar("A", bound=Answer)
 
 
@@ -63,8 +63,20 @@ class Evaluations:
             with suppress(Refusal):  # without a database it is asked again
                 for version in await run_in_threadpool(self._store.rows, wanted):
                     if "tasks" not in version["facts"] and not self._why_not():
-                        await self._evaluate(version)
+                        await self._while_no_job_trains(version)
                 seen = changes
+
+    async def _while_no_job_trains(self, version: Mapping[str, Any]) -> None:
+        """Evaluate a version; where a job needs the memory meanwhile, it begins again later."""
+        evaluating = asyncio.create_task(self._evaluate(version))
+        try:
+            while not (await asyncio.wait({evaluating}, timeout=TICK_S))[0]:
+                if self._why_not():
+                    return
+            await evaluating
+        finally:
+            evaluating.cancel()
+            await asyncio.wait({evaluating})
 
     async def _evaluate(self, version: Mapping[str, Any]) -> None:
         """Keep a version's results on the tasks, or why there are none."""
