@@ -23,6 +23,7 @@ from fluxtrain.parallel.forecast import Sharding, on_device, rank_bytes, refuse_
 from fluxtrain.plan.facts import ModelFacts, RowFacts
 from fluxtrain.plan.machine_file import read_machine_file
 from fluxtrain.plan.rates import CardsRates, Rates
+from fluxtrain.train.placing.sharded import why_streamed
 from fluxtrain.units import GIB
 from tests.unit.plan_models import group
 
@@ -190,14 +191,19 @@ def test_auto_shards_where_that_is_predicted_faster_and_says_why(
     assert (chosen.is_sharded, chosen.ranks_planned) == (True, 4)
     assert overrides == ["train.steps=3", "parallel.mode=fsdp", "parallel.processes=4"]
     assert processes.with_planned_mode(chosen, None, True, overrides, None) == (chosen, overrides)
-    where: dict[str, Any]
-    for setting, words, where in (
-        ("train.batch_rows=4", "tokens/s are predicted", {"link": 1e9}),
-        ("train.batch_rows=4", "does not fit", {"gib": 10}),
-        ("train.states=8bit", "leave both out", {}),
-        ("placement.offload=none", "settings of placement", {}),
-        ("train.batch_rows=3", "shared evenly", {}),
-    ):
-        streamed = planned(model, setting, **{"number": 4, **where})
+    slow: dict[str, Any] = {"link": 1e9}
+    for where, words in ((slow, "tokens/s are predicted"), ({"gib": 10}, "does not fit")):
+        streamed = planned(model, "train.batch_rows=4", number=4, **where)
         value, because = reason(streamed, "parallel.mode")
         assert (value, words in because) == ("layers", True), because
+
+
+def test_settings_of_layers_are_never_left_for_fsdp() -> None:
+    assert not why_streamed(demo_config(["train.batch_rows=4"]), FACTS, 4)
+    for setting, words in (
+        ("train.states=8bit", "leave both out"),
+        ("placement.offload=none", "settings of placement"),
+        ("parallel.order=fast", "other settings of parallel"),
+        ("train.batch_rows=3", "shared evenly"),
+    ):
+        assert words in why_streamed(demo_config([setting]), FACTS, 4)
