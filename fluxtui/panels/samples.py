@@ -43,7 +43,7 @@ def body(view: View, width: int, height: int) -> list[Line]:
     if found is None:
         nothing: list[Line] = [((" no prompts: set samples.prompts", "dim"),)]
         return nothing[:height]
-    room, shown = _fitting(found, height)
+    room, shown = _fitting(found, height, view.pictures)
     answers = found.answers[:shown]
     wanted = [_answer(view, answer, width, room) for answer in answers]
     lines: list[Line] = []
@@ -59,11 +59,11 @@ def body(view: View, width: int, height: int) -> list[Line]:
     return [fitted(line, width) for line in lines[:height]]
 
 
-def _fitting(found: Round, height: int) -> tuple[int, int]:
+def _fitting(found: Round, height: int, pictures: bool) -> tuple[int, int]:
     """Return the lines for answers, and the number of answers shown: at least two lines each, the
     prompt's included, and of pictures as many as show something."""
     count = len(found.answers)
-    least = LEAST_PICTURE if found.answers[0].path else 2
+    least = LEAST_PICTURE if pictures and found.answers[0].path else 2
     if least * count <= height or count == 1:
         return height, count
     room = max(2, height - 1)  # a line says how many are hidden

@@ -159,7 +159,7 @@ def load_parts(encodings: Encodings, *kept: str, kind: Any = None, **given: Any)
     with quiet_diffusers():
         return (kind or FluxKontextPipeline).from_pretrained(
             encodings.pipeline.folder, local_files_only=True,
-            torch_dtype=getattr(torch, encodings.dtype), **parts,
+            dtype=getattr(torch, encodings.dtype), **parts,
         )  # fmt: skip
 
 
