@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -33,6 +35,7 @@ STEPS = {
 
 
 SHARED, WHOLE = ["parallel.params=shard"], ["placement.chunk_rows=4"]
+LORA = ["method.name=lora", "method.rank=4"]
 
 
 def runs_of_two(config: Path, folder: Path) -> list[str]:
@@ -46,6 +49,7 @@ def runs_of_two(config: Path, folder: Path) -> list[str]:
         without_memory(Exchange.begin, [8], config, folder / "again", WHOLE),
         without_memory(Shares.gather, [4, 5], config, folder / "gathered", [*SHARED, *WHOLE]),
         without_memory(Shares.gather, [5], config, folder / "measured", [*SHARED, *WHOLE]),
+        ranks.train(config, folder / "lora", [*LORA, "train.steps=2"]),
         ranks.train(config, folder / "uneven", ["train.batch_rows=3"]),
         ranks.train(config, folder / "other", [f"train.seed={distributed.get_rank()}"]),
     ]
@@ -58,11 +62,14 @@ def test_two_ranks_are_the_run_of_one_process_and_go_on_with_it(
     one = run(config, tmp_path / "one")
     run(config, tmp_path / "resumed", "train.steps=2")
     both = ranks.together(2, runs_of_two, tmp_path / "ranks", config, tmp_path)
-    assert both[0] == both[1] and both[0][:7] == ["0"] * 7
-    uneven, other = both[0][7:]
+    assert both[0] == both[1] and both[0][:8] == ["0"] * 8
+    uneven, other = both[0][8:]
     assert "2: train.batch_rows is 3, and 2 processes share a batch evenly" in uneven
     assert "2: train.seed is 0 in rank 0 and 1 in rank 1 of 2" in other
     run(config, tmp_path / "stopped", resume="auto")
+    run(config, tmp_path / "lora", *LORA, resume="auto")
+    run(config, tmp_path / "lora-one", *LORA)
+    same(tmp_path / "lora-one", tmp_path / "lora")
     lacked = {"again": "at step 2: the step", "gathered": "at step 2: the step"}
     lacked["measured"] = "after step 2: the evaluation"
     for name, what in lacked.items():
@@ -110,6 +117,54 @@ def same(one: Path, other: Path) -> None:
     left, right = weights(one), weights(other)
     apart = sum(float((left[name] - right[name]).abs().sum()) for name in left)
     assert apart < 1e-4 * sum(float(left[name].abs().sum()) for name in left)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("params", ["full", "shard"])
+def test_what_four_ranks_have_begun_goes_on_with_one_two_and_three(
+    run_config: MakeConfig, tmp_path: Path, params: str
+) -> None:
+    config = run_config(**STEPS | {"train__batch_rows": 12, "parallel__params": params})
+    one = ["parallel.params=full"]
+    run(config, tmp_path / "one", *one)
+    begun = ["train.steps=2"]
+    told_codes = ranks.together(4, ranks.train, tmp_path / "four", config, tmp_path / "1", begun)
+    assert told_codes == ["0"] * 4
+    for world in (2, 3):
+        shutil.copytree(tmp_path / "1", tmp_path / str(world))
+    run(config, tmp_path / "1", *one, resume="auto")
+    for world in (2, 3):
+        place, on = tmp_path / str(world), ["train.steps=4"]
+        codes = ranks.together(
+            world, ranks.train, tmp_path / f"on-{world}", config, place, on, "auto"
+        )
+        assert codes == ["0"] * world
+    for world in (1, 2, 3):
+        same(tmp_path / "one", tmp_path / str(world))
+
+
+@pytest.mark.slow
+def test_two_agents_train_one_model_as_two_machines_do(
+    run_config: MakeConfig, tmp_path: Path
+) -> None:
+    config, run_dir = run_config(**{**STEPS, "train__steps": 2}), tmp_path / "run"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        end = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"),
+        *("--rdzv-backend=c10d", f"--rdzv-endpoint={end}", "--local-addr=127.0.0.1"),
+        *("-m", "fluxtrain", "train", config, "--run-dir", run_dir, "--resume", "auto"),
+    ]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    agents = [subprocess.Popen(command, env=environment) for _ in range(2)]
+    try:
+        assert [agent.wait(forked.LIMIT_S) for agent in agents] == [0, 0]
+    finally:
+        for agent in agents:
+            agent.kill()
+    found = RunDir(run_dir).summary()
+    assert (found.state, found.step, found.exit_code) == ("finished", 2, 0)
 
 
 @pytest.mark.slow
