@@ -5,18 +5,20 @@ A run on one card never shows this panel.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from fluxtrain.events.events import CardMemory, CardPlan, CardTraffic, MemorySampled
-from fluxtrain.units import UNKNOWN, bytes_text, rate_text
+from fluxtrain.units import UNKNOWN, bytes_text, count_text, duration_text, rate_text
 from fluxtui.panels.bus import label_of
 from fluxtui.panels.card_colours import card_of, role_of
 from fluxtui.panels.memory import category_parts, heading, host_line, legend_line
-from fluxtui.panels.panel import Panel, whole_share
+from fluxtui.panels.panel import Panel, pair, whole_share
 from fluxtui.plots.bars import BarPart, gauge, partition
 from fluxtui.state.machine_sample import GpuSample
 from fluxtui.state.view import View
-from fluxtui.widgets.spans import Line, fitted, joined, width_of
+from fluxtui.widgets.spans import Line, dropped_to_fit, fitted, joined, width_of
 from fluxtui.words import counted
 
 COLUMN_GAP = "  "
@@ -68,8 +70,13 @@ def _gpu_of(view: View, plan: CardPlan | None) -> GpuSample | None:
 
 
 def body(view: View, width: int, height: int) -> list[Line]:
-    """Return the cards, in columns where there are more than lines; then the host's line."""
-    lines = grid(view, width, height, rates=True)
+    """Return the cards, or the processes that have one each, in columns where there are more than
+    lines; then the host's line."""
+    lines = (
+        _in_columns(view.ranks, width, height, partial(_rank_line, view))
+        if view.ranks > 1
+        else grid(view, width, height, rates=True)
+    )
     sample = view.fresh(view.state.memory)
     if sample is not None and len(lines) < height:
         lines.append(host_line(view, sample, width))
@@ -89,15 +96,64 @@ def memory_body(view: View, width: int, height: int) -> list[Line]:
 
 def grid(view: View, width: int, height: int, *, rates: bool) -> list[Line]:
     """Draw all cards in at most `height` lines."""
-    rows = rows_of(view)
-    columns = -(-len(rows) // max(1, height))
-    lines_needed = -(-len(rows) // columns)
+    rows, whole = rows_of(view), _scale(view.fresh(view.state.memory))
+
+    def drawn(number: int, cell: int) -> Line:
+        return _card_line(view, rows[number], cell, whole, rates=rates)
+
+    return _in_columns(len(rows), width, height, drawn)
+
+
+def _in_columns(
+    count: int, width: int, height: int, draw: Callable[[int, int], Line]
+) -> list[Line]:
+    """Draw so many cells, each as wide as `draw` is told, in at most `height` lines."""
+    columns = -(-count // max(1, height))
+    lines_needed = -(-count // columns)
     cell = (width - len(COLUMN_GAP) * (columns - 1)) // columns
-    whole = _scale(view.fresh(view.state.memory))
-    drawn = [_card_line(view, row, cell, whole, rates=rates) for row in rows]
+    drawn = [draw(number, cell) for number in range(count)]
     return [
         fitted(joined(drawn[at::lines_needed], COLUMN_GAP), width) for at in range(lines_needed)
     ]
+
+
+def _rank_line(view: View, rank: int, width: int) -> Line:
+    """Return a process's number, the bar of its card, its speed, its wait, and where it is."""
+    step = view.fresh(view.state.step)
+    name: Line = ((f"{rank} ", role_of(rank)),)
+    if step is None:
+        return fitted((*name, (UNKNOWN, "dim")), width)
+    mine = step.ranks[rank]
+    limit = mine.limit_bytes or max(one.used_bytes for one in step.ranks) or 1
+    numbers: list[Line] = [
+        ((f" {bytes_text(mine.used_bytes):>8}", "strong"),),
+        ((f" {count_text(mine.tokens_per_s):>7}", "text"), (" tok/s", "dim")),
+        ((" waits ", "dim"), (f"{duration_text(mine.waited_s):>7}", "text")),
+        ((f"  card {mine.card} of {mine.machine}", "dim"),),
+    ]
+    room = width - width_of(name) - LEAST_BAR_CELLS
+    shown: list[Line] = []
+    for text in numbers:
+        if width_of(text) <= room:
+            shown.append(text)
+            room -= width_of(text)
+    right = joined(shown, "")
+    bar = gauge(mine.used_bytes / limit, max(0, width - width_of(name) - width_of(right)), "device")
+    return fitted((*name, *bar, *right), width)
+
+
+def ranks_heading(view: View, width: int) -> Line:
+    """Say how far apart the processes are; of several cards what `memory.heading` says."""
+    step = view.fresh(view.state.step)
+    if view.ranks == 1 or step is None:
+        return heading(view, width)
+    busy_s = [one.busy_s for one in step.ranks]
+    told = [
+        ((f"{view.ranks} processes", "strong"),),
+        pair("skew", duration_text(max(busy_s) - min(busy_s))),
+        pair("slowest", f"rank {busy_s.index(max(busy_s))}"),
+    ]
+    return dropped_to_fit(told, width)
 
 
 def _scale(sample: MemorySampled | None) -> int:
@@ -160,7 +216,11 @@ def _blocks(row: CardRow) -> Line:
 
 
 PANEL = Panel(
-    "cards", "Cards", body, heading, about="memory, copies and use of each of several cards"
+    "cards",
+    "Cards",
+    body,
+    ranks_heading,
+    about="memory, copies and use of each of several cards, or of each of several processes",
 )
 MEMORY = Panel(
     "card_memory", "Device memory", memory_body, heading,

@@ -49,7 +49,11 @@ class Dashboard(CurveScreen):
 
     def places(self, width: int, height: int) -> Arrangement:
         return arrangement.dashboard(
-            width, height, cards=self.cards, on_gpu=self.on_gpu, samples=self.samples
+            width,
+            height,
+            cards=max(self.cards, self.ranks),
+            on_gpu=self.on_gpu,
+            samples=self.samples,
         )
 
     def notices(self, view: View, width: int) -> list[Line]:

@@ -144,7 +144,7 @@ class PanelScreen(RunScreen):
     def compose_body(self) -> ComposeResult:
         yield PanelGrid(self.places, self.SHOWN)
 
-    cards, on_gpu, samples = 1, True, False  # of the run: others make other places
+    cards, ranks, on_gpu, samples = 1, 1, True, False  # of the run: others make other places
 
     def place_anew(self) -> None:
         """Place the panels anew, and draw them there."""
@@ -153,9 +153,9 @@ class PanelScreen(RunScreen):
         self.call_after_refresh(self.draw)
 
     def draw_body(self, view: View, palette: Palette) -> None:
-        seen = (view.cards, view.on_gpu, bool(view.state.samples))
-        if seen != (self.cards, self.on_gpu, self.samples):
-            self.cards, self.on_gpu, self.samples = seen
+        seen = (view.cards, view.ranks, view.on_gpu, bool(view.state.samples))
+        if seen != (self.cards, self.ranks, self.on_gpu, self.samples):
+            self.cards, self.ranks, self.on_gpu, self.samples = seen
             self.place_anew()
         grid = self.query_one(PanelGrid)
         places = grid.places(grid.size)

@@ -93,6 +93,11 @@ class View:
         return max(1, len(state.memory.cards) if state.memory is not None else 0)
 
     @property
+    def ranks(self) -> int:
+        """Return the number of processes that train together; 1 until they report."""
+        return max(1, len(self.state.step.ranks) if self.state.step is not None else 0)
+
+    @property
     def devices(self) -> str:
         """Return what the run computes on, in words; "" until it reports."""
         hello, planned = self.state.hello, self.state.planned

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 from msgspec.structs import replace as with_fields
 
-from fluxtrain.events.events import Planned
+from fluxtrain.events.events import Planned, RankStep
 from fluxtrain.events.trace.ring import RingReader
 from fluxtui.app import FluxApp
 from fluxtui.csv_tables import csv_of
@@ -108,6 +108,34 @@ def test_a_wide_row_tells_memory_copies_and_blocks_of_its_card() -> None:
     assert text.startswith("1 ") and "of 23.0 GiB" in text and "16 blocks" in text
     assert "H2D 10.5 GB/s" in text and "from cards 3.20 GB/s" in text
     assert "H2D 21.0 GB/s" in text_of([first])
+
+
+def view_of_ranks(count: int) -> View:
+    view = view_of(1)
+    assert view.state.step is not None
+    ranks = tuple(
+        RankStep(
+            machine=f"node{rank // 4}", card=rank % 4, tokens_per_s=5000.0 + rank,
+            busy_s=0.5 + 0.01 * rank, waited_s=0.1, used_bytes=(rank + 1) << 30,
+            limit_bytes=23 << 30,
+        )
+        for rank in range(count)
+    )  # fmt: skip
+    state = with_fields(view.state, step=with_fields(view.state.step, ranks=ranks))
+    return replace(view, state=state)
+
+
+def test_processes_have_a_row_each_with_their_skew() -> None:
+    view, panel = view_of_ranks(2), PANELS["cards"]
+    assert (view.cards, view.ranks) == (1, 2)
+    assert "2 processes  skew 10 ms  slowest rank 1" in text_of([panel.heading(view, 60)])
+    first, second = text_of(panel.body(view, 78, 2)).splitlines()
+    assert "host" in text_of(panel.body(view, 78, 3)).splitlines()[2].lower()
+    assert "1.00 GiB" in first and "waits  100 ms" in first and "card 0 of node0" in first
+    assert second.startswith("1 ") and "5.00 k tok/s" in second
+    for width, height in ((78, 2), (40, 3), (118, 8)):
+        lines = panel.body(view_of_ranks(8), width, height)
+        assert len(lines) <= height and all(width_of(line) <= width for line in lines)
 
 
 def test_tables_have_columns_for_each_card() -> None:

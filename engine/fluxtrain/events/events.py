@@ -181,6 +181,18 @@ class PhaseChanged(Event, frozen=True, kw_only=True, tag="phase"):
     detail: str = ""
 
 
+class RankStep(msgspec.Struct, frozen=True, kw_only=True):
+    """The last step of one of several processes that train together, on a card of its own."""
+
+    machine: str
+    card: int  # of the machine, in the order of ranks
+    tokens_per_s: float  # of its own rows
+    busy_s: float  # of the step, without the wait for the others
+    waited_s: float  # for the gradients of others
+    used_bytes: int  # of the card
+    limit_bytes: int | None
+
+
 class StepFinished(Event, frozen=True, kw_only=True, tag="step"):
     """One optimizer step. `phases_s` partitions `step_s`; `stalls_s` is the part spent waiting."""
 
@@ -200,6 +212,7 @@ class StepFinished(Event, frozen=True, kw_only=True, tag="step"):
     eta_spread_s: float | None = None  # plus or minus, from the spread of recent steps
     loss_scale: float | None = None  # of fp16: what the loss was multiplied by
     left_out: bool = False  # its gradients are not finite: no weight was changed
+    ranks: tuple[RankStep, ...] = ()  # of several processes, in the step before
 
 
 class MemorySampled(Gauge, frozen=True, kw_only=True, tag="memory"):

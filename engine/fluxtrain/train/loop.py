@@ -27,6 +27,7 @@ from fluxtrain.train.evaluate import EarlyStopping, Evaluation, evaluate, evalua
 from fluxtrain.train.live.changes import LiveChanges
 from fluxtrain.train.live.out_of_memory import gpu_of, out_of_memory
 from fluxtrain.train.observe.disk_wait import DiskPace
+from fluxtrain.train.observe.rank_steps import RankSteps
 from fluxtrain.train.observe.step_clock import RecentSteps, StepClock
 from fluxtrain.train.requests import Requests
 from fluxtrain.train.step_outcome import Computed, QueuedStep, Refusals
@@ -90,6 +91,7 @@ class TrainingLoop(Generic[B]):
             settings.total_steps,
         )
         self._progress = RecentSteps()
+        self._rank_steps = RankSteps(ranks, self._engine)
         self._pace = DiskPace(self._engine.spill, *settings.disk_rates, announcer.warn)
         self._queued: QueuedStep | None = None  # its numbers are read once the next step is queued
         self._clock_before: StepClock | None = None  # of the step before the queued one
@@ -312,7 +314,10 @@ class TrainingLoop(Generic[B]):
             eta_spread_s=spread_s,
             loss_scale=computed.loss_scale,
             left_out=left_out,
+            ranks=self._rank_steps.rows,
         )
+        own = sum(self._objective.tokens(batch) for batch in queued.batches)
+        self._rank_steps.step_took(own, step_s, stalls)
         self._announcer.emit(finished)
         self._changes.step_took(finished)
         self._pace.step_done(self._settings.total_steps - self.state.step, eta_s)
@@ -370,6 +375,7 @@ class TrainingLoop(Generic[B]):
 
     def _attend_requests(self) -> None:
         self._requests.agree(self._ranks)
+        self._rank_steps.share()
         if self._requests.waiting or self._changes.waiting:
             self._report_queued()
         if self._requests.paused:
