@@ -110,6 +110,7 @@ class HostGradients:
         """Allocate memory for the group's gradients; passing: only until its update, which follows
         at once. Gradients on disk have it until they are written there. Waits for an earlier
         group when all of that memory is lent."""
+        group.homes.use("gradients")
         to_disk = group.is_on("disk", "gradients")
         if to_disk or (passing and not group.is_on("device", "gradients")):
             self._ring.lend(group)

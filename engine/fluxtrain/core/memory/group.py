@@ -13,10 +13,11 @@ from fluxtrain.core.device.spill import Spill
 from fluxtrain.core.device.worker import Job
 from fluxtrain.core.memory.group_layout import GroupLayout
 from fluxtrain.core.memory.group_memory import GroupMemory
+from fluxtrain.core.memory.homes import Homes
 from fluxtrain.core.memory.packed import KeptWeights
 from fluxtrain.core.memory.segment import MASTERS, Member
 from fluxtrain.core.ranks.shares import Shares
-from fluxtrain.plan.group_placement import KINDS, GroupPlacement, Kind, Tier
+from fluxtrain.plan.group_placement import GroupPlacement, Kind, Tier
 from fluxtrain.plan.states import StateFormat, StorageFormat
 
 if TYPE_CHECKING:
@@ -31,6 +32,14 @@ class GroupJobs:
         self.moments: Job | None = None  # what of an update comes after its weights
         self.storing: Future[None] | None = None  # this step's gradients, on their way to the disk
         self.saving: Future[None] | None = None  # a copy for a checkpoint, before the next update
+
+    @property
+    def busy(self) -> list[str]:
+        """Return what uses the group's memory, in words."""
+        jobs = {"an update": self.under_way}
+        others = {"the storing of gradients": self.storing, "a checkpoint's copy": self.saving}
+        jobs |= {what: job is not None and not job.done() for what, job in others.items()}
+        return [what for what, is_busy in jobs.items() if is_busy]
 
     @property
     def before_update(self) -> list[Job]:
@@ -81,6 +90,7 @@ class Group(GroupLayout):
         super().__init__(name, kind, states, frozen)
         row = GroupPlacement(name=name, kind=kind)
         self.memory = GroupMemory(self, row, torch.device("cpu"), pin=False)
+        self.homes = Homes(row)
         self.jobs = GroupJobs()
         self.lane = 0  # of its card's compute streams, for its unit
         self.version = 0  # counts changes of the weights
@@ -103,6 +113,7 @@ class Group(GroupLayout):
         """Fix the layout, and move the weights into memory where `placement` has them; see
         `GroupMemory` and its `take_weights`. spill: where states on disk go."""
         self.lay_out()
+        self.homes = Homes(placement)
         self.memory = GroupMemory(self, placement, device, pin=pin, spill=spill)
         self.memory.take_weights(kept=kept, drops=drops)
 
@@ -139,15 +150,16 @@ class Group(GroupLayout):
     @property
     def placement(self) -> GroupPlacement:
         """Return the group's row of the placement table."""
-        return self.memory.placement
+        return self.homes.row
 
     @placement.setter
     def placement(self, row: GroupPlacement) -> None:
+        self.homes.stays(row)
         self.memory.placement = row
 
     def is_on(self, tier: Tier, kind: Kind = "weights") -> bool:
         """Return whether bytes of this kind live on `tier`."""
-        return self.memory.placement.is_on(tier, kind)
+        return self.homes.row.is_on(tier, kind)
 
     @property
     def has_gradient(self) -> bool:
@@ -173,7 +185,7 @@ class Group(GroupLayout):
 
 def moves(group: Group, placement: GroupPlacement) -> bool:
     """Return whether weights, states or gradients of `group` change their tier for `placement`."""
-    return any(group.placement.tier_of(kind) != placement.tier_of(kind) for kind in KINDS)
+    return bool(group.homes.leaving(placement))
 
 
 def prepare_move(group: Group, placement: GroupPlacement, *, pin: bool) -> Callable[[], None]:
@@ -181,12 +193,15 @@ def prepare_move(group: Group, placement: GroupPlacement, *, pin: bool) -> Calla
     group there and cannot fail.
 
     Its updates must be done, its gradients have arrived, and nothing compute with it. Every bit
-    stays. pin: host memory that a GPU copies from. Raises DoesNotFit; the group is as it was.
+    stays. pin: host memory that a GPU copies from. Raises DoesNotFit and IllegalMove; the group is
+    as it was.
     """
     prepared = group.memory.prepare_move(placement, pin=pin)
+    group.homes.refuse(placement, group.jobs.busy)
 
     def move() -> None:
-        group.memory = prepared()
+        with group.homes.moving(placement, group.jobs.busy):
+            group.memory = prepared()
         group.weights_changed(frozen=True)
 
     return move

@@ -267,6 +267,7 @@ class Window:
     def _fill(self, slot: Slot, group: Group, cause: str) -> None:
         """Start to upload the group's weights; the trained ones alone where the frozen ones of
         their present version are in the slot."""
+        group.homes.use("weights")
         self._let_pass(slot.transfer)
         has_frozen = (
             slot.group is group

@@ -111,6 +111,7 @@ class Updates:
     ) -> _Step | None:
         """Queue the group's first job; its weights count as changed from now on. None if the
         device updates the group."""
+        group.homes.use("state")
         self._refused.take_back()
         copied, group.jobs.saving = group.jobs.saving, None  # this update waits for it
         if group.is_on("device", "state"):
