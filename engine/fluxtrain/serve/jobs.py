@@ -290,28 +290,19 @@ def new_job_id() -> str:
 
 
 def add_job(
-    store: Store,
-    settings: ServeSettings,
-    project: str,
-    asked: JobRequest,
-    *,
-    job_id: str,
-    config: dict[str, Any],
-    plan: dict[str, Any],
-    blobs: dict[str, str],
-    sent: Sending,
+    store: Store, most: int, asked: JobRequest, sent: Sending, values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Queue a job; it is on the disk when this returns.
+    """Queue a job, `values` of whose row are given; it is on the disk when this returns.
 
     Where another server queued a copy of the request meanwhile, its job is returned. Raises Refusal
-    where the queue is full.
+    where the project has `most` jobs that have not ended.
     """
+    project, count = values["project"], sa.func.count()
     with store.write() as connection:
         if (found := repeated(store, project, sent)) is not None:
             return dict(found)
-        mine = sa.select(sa.func.count()).where(jobs.c.project == project, jobs.c.outcome.is_(None))
-        waiting = connection.execute(mine).scalar_one()
-        if waiting >= settings.quotas.queued_jobs:
+        mine = sa.select(count).where(jobs.c.project == project, jobs.c.outcome.is_(None))
+        if (waiting := connection.execute(mine).scalar_one()) >= most:
             raise Refusal(
                 f"the project has {waiting} jobs that have not ended, the most it may: wait for "
                 "one, or cancel one",
@@ -320,27 +311,16 @@ def add_job(
                 retry_after_s=60.0,
             )
         newest = connection.execute(sa.select(sa.func.max(jobs.c.number))).scalar_one()
-        row: dict[str, Any] = {
-            "id": job_id,
+        row = {
+            **values,
             "number": (newest or 0) + 1,
-            "project": project,
             "created_s": store.now_s(),
             "request": asked.model_dump(mode="json", exclude={"fluxtrain"}),
-            "config": config,
-            "plan": plan,
-            "blobs": blobs,
             "digest": sent.digest,
             "repeat_key": sent.key,
-            "wanted": "run",
-            "server": None,
-            "card": None,
-            "tries": {},
-            "not_before_s": 0.0,
-            "notes": [],
-            "outcome": None,
         }
         connection.execute(sa.insert(jobs), row)
-    return row
+    return find_job(store, project, values["id"])
 
 
 def find_job(store: Store, project: str, job_id: str) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from fluxtrain.serve.refusal import Refusal
 from fluxtrain.serve.store import Store, aliases, jobs, versions
 
 PERIOD_S, LONGEST_PAUSE_S, TIMEOUT_S, END_S = 5.0, 60.0, 10.0, 2.0
-MOST_METRICS, MOST_PARAMETERS, LONGEST_VALUE = 1000, 100, 500  # of a request, by MLflow's limits
+MOST_METRICS = 1000  # of a request, by MLflow's limits
 MOST_JOBS = 1000  # read at once
 ENDS = {"succeeded": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
 THERE_IS_NONE, THERE_IS_ONE = "RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS"
@@ -38,11 +38,7 @@ class MlflowAway(Exception):
 
 
 class MlflowRefused(Exception):
-    """MLflow cannot do what it was asked for; `code` is its own word for why."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(f"{code}: {message}")
-        self.code = code
+    """MLflow cannot do what it was asked for."""
 
 
 class Mirror:
@@ -94,20 +90,23 @@ class Mirror:
                 traceback.print_exc()
                 pause_s = LONGEST_PAUSE_S
 
-    def _ask(self, verb: str, path: str, **fields: Any) -> dict[str, Any]:
-        """Return MLflow's answer. Raises MlflowAway and MlflowRefused."""
+    def _ask(self, verb: str, path: str, but: str = "", **fields: Any) -> dict[str, Any]:
+        """Return MLflow's answer; {} where it refuses with the code `but`.
+
+        Raises MlflowAway and MlflowRefused.
+        """
         params, body = (fields, None) if verb == "GET" else (None, fields)
         try:
             answer = self._client.request(verb, path, params=params, json=body)
-            told = answer.json()
-        except (httpx.HTTPError, ValueError) as error:
+            told = dict(answer.json())
+        except (httpx.HTTPError, ValueError, TypeError) as error:
             raise MlflowAway(f"{type(error).__name__}: {error}") from error
-        if answer.is_success and isinstance(told, dict):
-            return told
-        code = told.get("error_code") if isinstance(told, dict) else None
+        code = told.get("error_code")
+        if answer.is_success or (code and code == but):
+            return told if answer.is_success else {}
         if code is None or answer.status_code in (401, 403, 429) or answer.status_code >= 500:
             raise MlflowAway(f"{verb} {path}: {answer.status_code}")
-        raise MlflowRefused(code, str(told.get("message")))
+        raise MlflowRefused(f"{code}: {told.get('message')}")
 
     def _send(self) -> None:
         """Send what is new."""
@@ -122,7 +121,12 @@ class Mirror:
                 self._left_out.add(row["id"])
                 continue
             if is_sent and row["outcome"]:
-                self._note_sent(row)
+                outcome = {**row["outcome"], "mirrored": True}
+                with self._store.write() as connection:
+                    of_job = sa.update(jobs).where(jobs.c.id == row["id"])
+                    connection.execute(of_job.values(outcome=outcome))
+                for kept in (self._runs, self._followed, self._unsent):
+                    kept.pop(row["id"], None)
         moves = sa.select(aliases).where(aliases.c.number > self._aliased)
         for row in self._store.rows(moves.order_by(aliases.c.number)):
             self._send_alias(row)
@@ -144,29 +148,23 @@ class Mirror:
             return False
         if ending.get("version"):
             self._register(ending["version"], run_id)
-        ended = {"status": ENDS[ending["status"]], "end_time": int(ending["at_s"] * 1000)}
+        ended: dict[str, Any] = {
+            "status": ENDS[ending["status"]],
+            "end_time": int(ending["at_s"] * 1000),
+        }
         self._ask("POST", "runs/update", run_id=run_id, **ended)
         return True
 
-    def _note_sent(self, row: Row) -> None:
-        outcome = {**row["outcome"], "mirrored": True}
-        with self._store.write() as connection:
-            noted = sa.update(jobs).where(jobs.c.id == row["id"]).values(outcome=outcome)
-            connection.execute(noted)
-        for kept in (self._runs, self._followed, self._unsent):
-            kept.pop(row["id"], None)
-
     def _begun(self, row: Row) -> str:
         """Find or make the run of a job; return MLflow's id for it."""
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "fluxtrain"
-        try:
-            found = self._ask("GET", "experiments/get-by-name", experiment_name=name)["experiment"]
-        except MlflowRefused as error:
-            if error.code != THERE_IS_NONE:
-                raise
-            found = self._ask("POST", "experiments/create", name=name)
-        experiment, job = found["experiment_id"], row["id"]
-        wanted = {"experiment_ids": [experiment], "filter": f"tags.`fluxtrain.job` = '{job}'"}
+        name, job = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "fluxtrain", row["id"]
+        by_name = self._ask("GET", "experiments/get-by-name", THERE_IS_NONE, experiment_name=name)
+        found = by_name.get("experiment") or self._ask("POST", "experiments/create", name=name)
+        experiment = found["experiment_id"]
+        wanted: dict[str, Any] = {
+            "experiment_ids": [experiment],
+            "filter": f"tags.`fluxtrain.job` = '{job}'",
+        }
         runs = self._ask("POST", "runs/search", **wanted, max_results=1).get("runs")
         tags = {"project": row["project"], "job": job, "base": row["request"]["model"]}
         made = {"run": runs[0]} if runs else self._ask(
@@ -174,7 +172,6 @@ class Mirror:
             run_name=row["request"].get("suffix") or job, start_time=int(row["created_s"] * 1000),
         )  # fmt: skip
         self._runs[job] = run_id = str(made["run"]["info"]["run_id"])
-        self._ask("POST", "runs/log-batch", run_id=run_id, params=_parameters(row["config"]))
         return run_id
 
     def _register(self, version: str, run_id: str) -> None:
@@ -183,16 +180,17 @@ class Mirror:
         if row is None:
             return
         model = f"fluxtrain-{row['project']}"
-        try:
-            self._ask("POST", "registered-models/create", name=model)
-        except MlflowRefused as error:
-            if error.code != THERE_IS_ONE:
-                raise
+        self._ask("POST", "registered-models/create", THERE_IS_ONE, name=model)
         found = self._ask("GET", "model-versions/search", filter=f"run_id = '{run_id}'")
         if not (known := found.get("model_versions")):  # else an earlier answer was lost
             tags = _tags({"version": version, "base": row["base"], "method": row["method"]})
             source = f"fluxtrain:/models/{row['artifact']}"  # its files stay in the service
-            given = {"name": model, "source": source, "run_id": run_id, "tags": tags}
+            given: dict[str, Any] = {
+                "name": model,
+                "source": source,
+                "run_id": run_id,
+                "tags": tags,
+            }
             known = [self._ask("POST", "model-versions/create", **given)["model_version"]]
         with self._store.write() as connection:
             same = versions.c.id == version
@@ -204,7 +202,10 @@ class Mirror:
         """Let an alias lead to a version of its project's model, or nowhere."""
         version = self._store.one(sa.select(versions).where(versions.c.id == row["version"]))
         number = version and version["facts"].get("mlflow")
-        given = {"name": f"fluxtrain-{row['project']}", "alias": row["name"].replace(".", "_")}
+        given: dict[str, Any] = {
+            "name": f"fluxtrain-{row['project']}",
+            "alias": row["name"].replace(".", "_"),
+        }
         with contextlib.suppress(MlflowRefused):  # it, or its model, is not there any more
             if number is not None:
                 self._ask("POST", "registered-models/alias", **given, version=number)
@@ -222,18 +223,6 @@ def _metrics(event: AnyEvent) -> list[dict[str, Any]]:
     step, values = values_of(event) or (0, {})
     known = {"timestamp": int(event.wall_s * 1000), "step": step}
     return [{"key": name, "value": value, **known} for name, value in values.items()]
-
-
-def _parameters(config: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return a job's configuration without paths and texts."""
-    found = [
-        {"key": f"{section}.{name}", "value": str(value)[:LONGEST_VALUE]}
-        for section, values in config.items()
-        if isinstance(values, dict) and section not in ("model", "samples")
-        for name, value in values.items()
-        if "path" not in name and name != "chat_template"
-    ]
-    return found[:MOST_PARAMETERS]
 
 
 def _tags(values: Mapping[str, str]) -> list[dict[str, str]]:

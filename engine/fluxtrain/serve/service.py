@@ -134,18 +134,10 @@ class Service:
             job_id = job_rows.new_job_id()
             plan = await self._planned(job_id, config)
             config = job_rows.with_rate(config, asked, plan)
-            row = await run_in_threadpool(
-                job_rows.add_job,
-                self.store,
-                self.settings,
-                project,
-                asked,
-                job_id=job_id,
-                config=config,
-                plan=_facts(plan),
-                blobs=blobs,
-                sent=sent,
-            )
+            values = {"id": job_id, "project": project, "config": config}
+            values |= {"plan": _facts(plan), "blobs": blobs}
+            most = self.settings.quotas.queued_jobs
+            row = await run_in_threadpool(job_rows.add_job, self.store, most, asked, sent, values)
         self.queue.wake()
         return row
 

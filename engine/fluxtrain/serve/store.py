@@ -64,12 +64,13 @@ jobs = Table(
     Column("blobs", JSON, nullable=False),  # of training and held-out data
     Column("digest", String, nullable=False, index=True),  # of the request, for repeats
     Column("repeat_key", String),  # its Idempotency-Key
-    Column("wanted", String, nullable=False),  # run, pause, cancel
+    Column("wanted", String, nullable=False, default="run"),  # run, pause, cancel
     Column("server", String),  # that looks after it, from its start until its end is judged
     Column("card", Integer),  # where it was started last
-    Column("tries", JSON, nullable=False),  # of ends that are tried again: their count by kind
-    Column("not_before_s", Float, nullable=False),
-    Column("notes", JSON, nullable=False),  # of the queue: (time, level, text)
+    # counts of ends that are tried again, by kind, and numbers of starts
+    Column("tries", JSON, nullable=False, default={}),
+    Column("not_before_s", Float, nullable=False, default=0.0),
+    Column("notes", JSON, nullable=False, default=[]),  # of the queue: (time, level, text)
     Column("outcome", JSON(none_as_null=True)),  # how it ended; None: it has not
     sa.UniqueConstraint("project", "repeat_key", name="one_job_a_key"),
     sa.Index("job_order", "project", "number"),

@@ -6,19 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fluxtrain.errors import (
-    EXIT_BAD_INPUT,
-    EXIT_BUG,
-    EXIT_DEVICE_FAILED,
-    EXIT_DISAGREES,
-    EXIT_DIVERGED,
-    EXIT_DOES_NOT_FIT,
-    EXIT_FINISHED,
-    EXIT_INTERRUPTED,
-    EXIT_NO_SPACE,
-    EXIT_READ_FAILED,
-    EXIT_TERMINATED,
-)
+from fluxtrain import errors
 from fluxtrain.serve.backend import End
 from fluxtrain.units import bytes_text
 
@@ -31,10 +19,10 @@ TRIES = {
     "crash": (5, 1.0),
 }
 KINDS = {
-    EXIT_DOES_NOT_FIT: "memory",
-    EXIT_DEVICE_FAILED: "card",
-    EXIT_READ_FAILED: "read",
-    EXIT_BUG: "bug",
+    errors.EXIT_DOES_NOT_FIT: "memory",
+    errors.EXIT_DEVICE_FAILED: "card",
+    errors.EXIT_READ_FAILED: "read",
+    errors.EXIT_BUG: "bug",
 }
 
 
@@ -58,18 +46,18 @@ def judge(end: End, wanted: str, tries: Mapping[str, Any], step: int | None) -> 
         tries: the counts of earlier ends by kind, since the last one with a new `step`.
         step: the newest that the run has made.
     """
-    if end.code == EXIT_FINISHED:
+    if end.code == errors.EXIT_FINISHED:
         return Verdict(status="succeeded")
     if wanted == "cancel" or end.stopped_by_app:
         return Verdict(status="cancelled")
     if wanted == "pause":
         return Verdict(status="queued", because="paused")
-    if end.code in (EXIT_INTERRUPTED, EXIT_TERMINATED):
+    if end.code in (errors.EXIT_INTERRUPTED, errors.EXIT_TERMINATED):
         return Verdict(status="queued", because="its trainer was stopped from outside")
-    for_good = (EXIT_BAD_INPUT, EXIT_DIVERGED, EXIT_DISAGREES)
-    if end.code in for_good or (end.code == EXIT_DOES_NOT_FIT and end.refused):
+    for_good = (errors.EXIT_BAD_INPUT, errors.EXIT_DIVERGED, errors.EXIT_DISAGREES)
+    if end.code in for_good or (end.code == errors.EXIT_DOES_NOT_FIT and end.refused):
         return Verdict(status="failed", because=end.message)
-    if end.code == EXIT_NO_SPACE:
+    if end.code == errors.EXIT_NO_SPACE:
         return _when_there_is_space(end)
     return _another_try(end, dict(tries) if tries.get("step") == step else {"step": step})
 
