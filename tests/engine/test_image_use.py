@@ -74,6 +74,24 @@ def test_inspecting_draws_a_contact_sheet(images: Images, tmp_path: Path) -> Non
     assert "no commercial use" in license_of(tmp_path)
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_inspecting_names_a_cut_file_with_its_line(
+    images: Images, tmp_path: Path, whole: bool
+) -> None:
+    shutil.copytree(images.data, tmp_path / "data")
+    with Image.open(tmp_path / "data" / "002-after.png") as picture:
+        picture.save(tmp_path / "data" / "cut.jpg")
+    content = (tmp_path / "data" / "cut.jpg").read_bytes()
+    (tmp_path / "data" / "cut.jpg").write_bytes(content[: len(content) * 3 // 4])
+    path = str(tmp_path / "data" / "pairs.jsonl")
+    rows = Path(path).read_text()
+    Path(path).write_text(rows.replace("002-after.png", "cut.jpg"))
+    with pytest.raises(BadInput, match=r"line 3: cut.jpg is cut or damaged"):
+        inspect_pairs(load_config(images.config(tmp_path, data__path=path)), whole)
+    allowed = images.config(tmp_path, data__path=path, data__max_bad_rows=1)
+    assert sum(inspect_pairs(load_config(allowed), whole).sizes.values()) == PAIRS - 1
+
+
 def machine(folder: Path, host_gib: float) -> PlannedMachine:
     rates = {"gpu_matmul": 1.5e14, "adamw": 1.5e9, "h2d_pinned": 2.4e10, "d2h_pinned": 2.4e10}
     gpus = [{"name": "card", "memory_total_bytes": 24 * GIB}]

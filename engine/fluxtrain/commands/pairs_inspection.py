@@ -10,7 +10,7 @@ from typing import Any
 
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.data.images.pairs import Pair
-from fluxtrain.data.images.pictures import cropped, decode, save_png
+from fluxtrain.data.images.pictures import BadPicture, cropped, save_png
 from fluxtrain.events.answers.answers import PairsInspectionAnswer
 from fluxtrain.files.cache import cache_root
 from fluxtrain.methods.image.method import read_data
@@ -28,15 +28,15 @@ def inspect_pairs(config: RunConfig, whole: bool = False) -> PairsInspectionAnsw
     Raises BadInput as the run would.
     """
     pipeline = open_pipeline(config.model.path)
-    found = read_data(config)
-    for pair in found.all if whole else ():
-        for picture in pair.pictures:
-            decode(picture.path)
+    found = read_data(config, lambda *_: not whole)
     sizes = Counter(f"{width}x{height}" for width, height in (p.bucket for p in found.all))
     shown = found.all[:SHOWN]
     key = hashlib.sha256(repr([(p.image.digest, p.bucket) for p in shown]).encode()).hexdigest()
     sheet = cache_root() / "images" / f"contact-sheet-{key[:16]}.png"
-    save_png(_sheet(shown), sheet)
+    try:
+        save_png(_sheet(shown), sheet)
+    except BadPicture:  # a cut file: all are looked at, so that bad pairs have their lines
+        return inspect_pairs(config, whole=True)
     return PairsInspectionAnswer(
         path=str(config.data.path),
         layout=found.layout,

@@ -42,37 +42,28 @@ def _make(folder: Path) -> None:
     draw_pairs(folder / "data")
     drawn = [cropped(path, (SIDE, SIDE)) for path in sorted((folder / "data").glob("*.png"))]
     images = torch.from_numpy(np.stack(drawn)).permute(0, 3, 1, 2) / 127.5 - 1
-    write_demo_pipeline(folder / "pipeline", images, VAE_STEPS)
+    write_demo_pipeline(folder / "pipeline", images)
 
 
-def write_demo_pipeline(
-    folder: Path,
-    images: Tensor | None = None,
-    steps: int = 0,
-) -> None:
+def write_demo_pipeline(folder: Path, images: Tensor | None = None) -> None:
     """Write a pipeline of random weights to `folder`, the same each time.
 
-    images: (N, 3, height, width), from -1 to 1, on which its VAE is trained for `steps` steps.
+    images: (N, 3, height, width), from -1 to 1, on which its VAE is trained.
     """
     with quiet_diffusers(), torch.random.fork_rng(devices=[]):
         from diffusers import FlowMatchEulerDiscreteScheduler, FluxKontextPipeline
 
         torch.manual_seed(0)
         vae = _vae()
-        if images is not None and steps:
-            _train(vae, images, steps)
+        if images is not None:
+            _train(vae, images)
         clip, clip_tokens = _clip()
         t5, t5_tokens = _t5()
-        parts: dict[str, Any] = {
-            "scheduler": FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
-            "vae": vae,
-            "text_encoder": clip,
-            "tokenizer": clip_tokens,
-            "text_encoder_2": t5,
-            "tokenizer_2": t5_tokens,
-            "transformer": _transformer(),
-        }
-        FluxKontextPipeline(**parts).save_pretrained(folder)
+        made = FluxKontextPipeline(
+            FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+            vae, clip, clip_tokens, t5, t5_tokens, _transformer(),
+        )  # fmt: skip
+        made.save_pretrained(folder)
 
 
 def _transformer() -> Any:
@@ -96,11 +87,11 @@ def _vae() -> Any:
     )  # fmt: skip
 
 
-def _train(vae: Any, images: Tensor, steps: int) -> None:
+def _train(vae: Any, images: Tensor) -> None:
     """Teach the VAE to give images back, and scale its latents to a mean of 0 and a variance
     of 1, which the noise has."""
     optimizer = torch.optim.AdamW(vae.parameters(), lr=3e-3)
-    for _ in range(steps):
+    for _ in range(VAE_STEPS):
         batch = images[torch.randint(len(images), (8,), generator=torch.default_generator)]
         latents = vae.encode(batch).latent_dist.mode()
         loss = (vae.decode(latents).sample - batch).square().mean() + 1e-4 * latents.square().mean()

@@ -51,12 +51,9 @@ def _changes() -> list[tuple[str, Callable[[Any], Any]]]:
         ImageDraw.Draw(scene).ellipse((12, 12, SIDE - 12, SIDE - 12), outline="black", width=4)
         return scene
 
-    def red(scene: Any) -> Any:
-        return ImageOps.colorize(ImageOps.grayscale(scene), "black", "red")
-
     return [
         ("invert the colors", ImageOps.invert),
         ("draw a circle", circled),
-        ("make it red", red),
+        ("make it red", lambda one: ImageOps.colorize(ImageOps.grayscale(one), "black", "red")),
         ("mirror the image", ImageOps.mirror),
     ]

@@ -60,6 +60,9 @@ class Picture:
     digest: str  # sha256 of the file's bytes, hexadecimal
 
 
+IsKnown = Callable[[Picture, Bucket], bool]  # decoded before, at this size
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
     """A pair that can be trained on, at the size of its bucket."""
@@ -96,7 +99,7 @@ def read_pairs(
     side: int,
     *,
     most_bad: int = 0,
-    is_known: Callable[[Picture, Bucket], bool] = lambda *_: False,
+    is_known: IsKnown = lambda *_: False,
 ) -> Pairs:
     """Read and check all pairs; each is assigned to a size of about `side` x `side` pixels.
 
@@ -201,9 +204,7 @@ def _rows_of(files: Sequence[Path]) -> Iterator[tuple[str, _Row]]:
                     yield str(record.origin), {_FOLDER: file.parent, **record.values}
 
 
-def _pair(
-    row: _Row, buckets: tuple[Bucket, ...], is_known: Callable[[Picture, Bucket], bool]
-) -> Pair:
+def _pair(row: _Row, buckets: tuple[Bucket, ...], is_known: IsKnown) -> Pair:
     """Look at all files that a row names. Raises BadPicture."""
     if _BAD in row:
         raise BadPicture(row[_BAD])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from math import exp, sqrt
+from math import exp
 from typing import Any, Literal
 
 import torch
@@ -67,8 +67,7 @@ def level_at(quantile: float, timesteps: Timesteps, tokens: int) -> float:
     share = torch.tensor(quantile, dtype=torch.float64)
     if timesteps == "uniform":
         return float(share)
-    normal = sqrt(2) * torch.erfinv(2 * share - 1)
-    return float(shifted(torch.sigmoid(normal), tokens))
+    return float(shifted(torch.sigmoid(torch.special.ndtri(share)), tokens))
 
 
 @dataclass(frozen=True, kw_only=True)

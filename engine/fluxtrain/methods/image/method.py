@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fluxtrain.config.schema import MethodSettings, RunConfig
-from fluxtrain.data.images.pairs import Pairs, read_pairs
+from fluxtrain.data.images.pairs import IsKnown, Pairs, read_pairs
 from fluxtrain.errors import BadInput
 from fluxtrain.events.events import ChoiceMade
 from fluxtrain.methods.image.encoding import Encodings, encode, encodings_of
@@ -74,7 +74,7 @@ class ImageMethod:
         empty = self.open_empty(config, capability)
         dtype, image = empty.precision.dtype, config.image
         encodings = encodings_of(pipeline, dtype, image.caption_tokens, image.cache)
-        pairs = read_data(config, encodings)
+        pairs = read_data(config, encodings.is_known)
         device = torch.device("cpu" if capability is None else "cuda")
 
         def encoded() -> None:
@@ -183,9 +183,8 @@ IMAGE_METHODS: dict[str, Any] = {
 }
 
 
-def read_data(config: RunConfig, encodings: Encodings | None = None) -> Pairs:
-    """Check all pairs, and hold some out; their pixels are checked only where `encodings` are
-    given, which do not hold them yet.
+def read_data(config: RunConfig, is_known: IsKnown = lambda *_: True) -> Pairs:
+    """Check all pairs, and hold some out; pixels are checked of pictures that are not known.
 
     Raises BadInput for bad pairs, and for settings that text alone has.
     """
@@ -199,21 +198,20 @@ def read_data(config: RunConfig, encodings: Encodings | None = None) -> Pairs:
         raise BadInput(
             "samples.prompts are of text: images are made for image.samples held-out pairs"
         )
-    found = _read(data.path, config, encodings)
+    found = _read(data.path, config, is_known)
     if data.held_out_path is not None:
-        return replace(found, held_out=_read(data.held_out_path, config, encodings).trained)
+        return replace(found, held_out=_read(data.held_out_path, config, is_known).trained)
     trained, apart = split_pairs(found.trained, data.held_out, data.seed)
     return replace(found, trained=trained, held_out=apart)
 
 
-def _read(path: Any, config: RunConfig, encodings: Encodings | None) -> Pairs:
+def _read(path: Any, config: RunConfig, is_known: IsKnown) -> Pairs:
     if not isinstance(path, str):
         raise BadInput("data.path of images is one file or folder: name one")
     place = demo_folder() / "data" if path == IMAGE_DEMO else Path(path).expanduser()
     found = read_pairs(
-        place, config.image.size, most_bad=config.data.max_bad_rows,
-        is_known=encodings.is_known if encodings else lambda *_: True,
-    )  # fmt: skip
+        place, config.image.size, most_bad=config.data.max_bad_rows, is_known=is_known
+    )
     most = config.image.caption_tokens
     long = sum(len(pair.prompt.split()) > most for pair in found.trained)
     cut = f"{long:,} prompts have more than {most} words: what follows is not read"
