@@ -15,8 +15,8 @@ from fluxtrain.errors import BadInput, DoesNotFit
 from fluxtrain.plan.capacity import CardCapacity, CardsCapacity, DiskHome
 from fluxtrain.plan.choose import place
 from fluxtrain.plan.facts import Capacity, GroupFacts, ModelFacts, RowFacts
-from fluxtrain.plan.footprint import footprint, spilled
-from fluxtrain.plan.group_placement import check_rows, table_of
+from fluxtrain.plan.footprint import footprint, spill_bytes, spilled
+from fluxtrain.plan.group_placement import check_rows, disk_counts, table_of
 from fluxtrain.plan.guard import UNKNOWN_DISK, DiskNeed, refuse_disk, refuse_spill
 from fluxtrain.plan.placement import Placement
 from fluxtrain.plan.rates import CardsRates, Rates
@@ -92,6 +92,49 @@ def test_the_bytes_are_those_of_memory_less_the_states_and_with_four_buffers() -
     names = [row.name for row in table_of(facts, layout) if row.state == "disk"]
     assert len(names) == layout.disk_states
     assert max(int(name.split(".")[1]) for name in names) > 14  # here and there
+
+
+@pytest.mark.parametrize("host_gib", [30.0, 22.0, 14.0])
+@pytest.mark.parametrize("clips", [True, False])
+def test_gradients_then_weights_of_the_fewest_blocks_follow(host_gib: float, clips: bool) -> None:
+    plan = planned(host_gib, optimizer_in_backward=not clips)
+    layout, limit = plan.layout, int(host_gib * GIB * HOST_SHARE)
+    gradients, weights = layout.disk_gradients, layout.disk_weights
+    assert plan.need.host_bytes <= limit
+    assert weights or gradients or host_gib > 22 or not clips
+    assert not gradients if not clips else gradients == 28 or not weights
+    name, count = ("disk_weights", weights) if weights else ("disk_gradients", gradients)
+    if count:
+        fewer = replace(layout, **{name: count - 1})  # type: ignore[arg-type]
+        assert footprint(model(), fewer, has_gpu=True).host_bytes > limit
+    check_rows(plan.groups)
+    rows = [row for row in plan.groups if row.kind == "block"]
+    assert sum(row.weights == "disk" for row in rows) == weights
+    assert sum(row.gradients == "disk" for row in rows) == gradients
+    assert all(row.state == "disk" for row in rows if "disk" in (row.weights, row.gradients))
+    assert disk_counts(model().groups, plan.groups) == {
+        "disk_groups": 0, "disk_weights": weights,
+        "disk_states": layout.disk_states, "disk_gradients": gradients,
+    }  # fmt: skip
+    there = sum(group.state_bytes for group in spilled(model(), layout))
+    there += 2 * BLOCK * (gradients + weights)
+    assert spill_bytes(model(), layout) == there
+    time = step_time(model(), layout, RATES, clips=clips)
+    assert time.parts_s["disk_states"] == pytest.approx(there / 2e9 + there / 1e9)
+    assert time.parts_s["disk_read"] == pytest.approx(2 * 2 * BLOCK * weights / 2e9)
+    (choice,) = [one for one in plan.choices if one.name == "states on disk"]
+    for kind, number in (("gradients", gradients), ("weights", weights)):
+        assert (f"the {kind} of {number} blocks" in choice.because) == (number > 0)
+
+
+def test_gradients_of_several_passes_stay_and_weights_follow() -> None:
+    plan = planned(54, passes=2)
+    assert plan.layout.disk_weights and not plan.layout.disk_gradients
+    with pytest.raises(DoesNotFit) as refused:
+        planned(14, disk="auto")
+    for words in ("states of 30 groups on disk, with the gradients of 28 blocks and the weights of",
+                  "read for forward and backward", "written a day"):  # fmt: skip
+        assert words in str(refused.value)
 
 
 @pytest.mark.parametrize("clips", [True, False])

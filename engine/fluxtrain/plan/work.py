@@ -360,7 +360,8 @@ class _Share:
     def _block(self, group: GroupFacts, row: GroupPlacement, at: int, passes: int) -> GroupWork:
         """Return a block's work; blocks with equal work share one object."""
         uneven = at % len(UNEVEN)
-        alike = (id(group.unnamed), row.weights, row.state, row.resident, row.activations, uneven)
+        tiers = row.weights, row.state, row.gradients
+        alike = (id(group.unnamed), tiers, row.resident, row.activations, uneven)
         found = self._alike.get(alike)
         if found is None:
             found = self._alike[alike] = self._block_anew(group, row, UNEVEN[uneven], passes)

@@ -164,7 +164,7 @@ class DiskReads:
         self._turn = 0
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="flux-disk-read")
         self.worker = Worker("flux-disk")  # runs one `copy` after the other
-        self.read_bytes = 0  # since the start
+        self.read_bytes = 0  # of files, since the start: the scratch file counts its own
 
     def copy(self, to: Tensor, parts: Sequence[FilePart], send: Send) -> None:
         """Copy files to their places in device memory `to` (bytes,); on return the last blocks are
@@ -179,6 +179,7 @@ class DiskReads:
                 if wait is not None:
                     wait()
                 buffer = self._buffers[self._turn]
+                self.read_bytes += target.nbytes * isinstance(file, WeightsFile)
                 reads.append((target, self._turn, self._readers.submit(file.read, number, buffer)))
             while reads:
                 self._send(*reads.popleft(), send)
@@ -190,7 +191,6 @@ class DiskReads:
     def _send(self, target: Tensor, turn: int, read: Future[None], send: Send) -> None:
         read.result()
         self._arena.under_way[turn] = send(target, self._buffers[turn][: target.nbytes])
-        self.read_bytes += target.nbytes
 
     def close(self) -> None:
         """Finish what is queued and end the threads."""
