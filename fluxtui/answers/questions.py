@@ -68,9 +68,7 @@ MODEL = SourceQuestion(
     options=(
         ListOption("demo", "Demo", "a small Llama with random weights; trains on two cores"),
         ListOption("recent", "Recent", "a model trained on this machine before"),
-        ListOption(
-            "folder", "Folder", "a Hugging Face model, or an image pipeline, on this machine"
-        ),
+        ListOption("folder", "Folder", "a model or an image pipeline on this machine"),
         ListOption("hub", "Hub", "an id on the Hugging Face hub"),
         ListOption("images", "Images", "demo: a small FLUX.1 Kontext; learns to edit drawn images"),
     ),
