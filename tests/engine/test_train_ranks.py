@@ -214,6 +214,46 @@ def test_a_killed_rank_ends_all_and_a_restart_goes_on(
         assert RunDir(run_dir).summary().step == 60
 
 
+def is_in(run_dir: Path, phase: str) -> bool:
+    """Whether the run has come to a phase, or to the step of that number."""
+    if not (run_dir / "events.ndjson").exists():
+        return False
+    if phase.isdecimal():
+        return any(step.step >= int(phase) for step in told(run_dir, ev.StepFinished))
+    return any(change.phase == phase for change in told(run_dir, ev.PhaseChanged))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1, "agent"])
+@pytest.mark.parametrize("phase", ["loading", "training", "1", "evaluating", "saving", "4"])
+def test_whoever_is_killed_in_whatever_phase_all_end_and_the_run_goes_on(
+    run_config: MakeConfig, tmp_path: Path, phase: str, victim: int | str
+) -> None:
+    config, run_dir = run_config(**STEPS), tmp_path / "run"
+    run(config, tmp_path / "one")
+    command = [sys.executable, "-m", "fluxtrain", "train", config, "--run-dir", run_dir]
+    command += ["--set", "parallel.processes=2"]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment) as front:
+        while not is_in(run_dir, phase):
+            assert front.poll() is None
+            time.sleep(0.01)
+        if victim == "agent":
+            psutil.Process(front.pid).children()[0].kill()
+        else:
+            os.kill(ranks_of(run_dir)[int(victim)], signal.SIGKILL)
+        began_s = time.monotonic()
+        assert front.wait(120) in ((0, 7) if phase == "4" else (7,))
+    while ranks_of(run_dir):
+        time.sleep(0.1)
+    print(f"all had ended {time.monotonic() - began_s:.1f} s later")
+    assert time.monotonic() - began_s < 30.0
+    run(config, run_dir, resume="auto")
+    one, other = weights(tmp_path / "one"), weights(run_dir)
+    apart = sum(float((one[name] - other[name]).abs().sum()) for name in one)
+    assert apart < 1e-4 * sum(float(one[name].abs().sum()) for name in one)
+
+
 @pytest.mark.slow
 def test_ranks_end_with_what_started_them(run_config: MakeConfig, tmp_path: Path) -> None:
     config, run_dir = run_config(**{**STEPS, "train__steps": 500}), tmp_path / "run"
