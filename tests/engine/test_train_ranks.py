@@ -244,7 +244,8 @@ def test_whoever_is_killed_in_whatever_phase_all_end_and_the_run_goes_on(
             os.kill(ranks_of(run_dir)[int(victim)], signal.SIGKILL)
         began_s = time.monotonic()
         assert front.wait(120) in ((0, 7) if phase == "4" else (7,))
-    while ranks_of(run_dir):
+    # a process that is ending shows no environment any more, and still holds the folder
+    while ranks_of(run_dir) or ((user := RunDir(run_dir).user()) is not None and user.is_alive()):
         time.sleep(0.1)
     print(f"all had ended {time.monotonic() - began_s:.1f} s later")
     assert time.monotonic() - began_s < 30.0
