@@ -45,11 +45,6 @@ def test_the_front_door_is_light() -> None:
     assert not brought_in_by("fluxtrain") & (TORCH | APP | {"pydantic", "msgspec", "ctypes"})
 
 
-def test_runs_of_text_need_no_image_library() -> None:
-    brought = brought_in_by("fluxtrain.train.run", "fluxtrain.commands.preview")
-    assert "torch" in brought and "diffusers" not in brought
-
-
 def test_a_command_looks_after_ctrl_c_before_python_has_read_much() -> None:
     """What is imported before that shows Python's own traceback."""
     code = (
@@ -94,7 +89,7 @@ def test_the_app_never_brings_torch() -> None:
     assert not brought & TORCH
 
 
-def test_the_engine_never_brings_the_app_and_wrap_only_when_it_is_used() -> None:
+def test_the_engine_never_brings_the_app_wrap_only_when_used_and_images_only_for_images() -> None:
     """In one process, as torch takes seconds: the front door first, then every module."""
     left_out = ("__main__", "libflux_native")
     modules = [name for name in modules_of("fluxtrain") if not name.endswith(left_out)]
@@ -102,6 +97,8 @@ def test_the_engine_never_brings_the_app_and_wrap_only_when_it_is_used() -> None
         "import fluxtrain, sys; assert 'torch' not in sys.modules; "
         "fluxtrain.wrap; assert 'torch' in sys.modules; "
         "assert fluxtrain.auto_wrap is fluxtrain.wrap; "
+        "import fluxtrain.train.run, fluxtrain.commands.preview; "
+        "assert 'diffusers' not in sys.modules, 'runs of text need no image library'; "
         f"import {', '.join(modules)}; "
         f"brought = {APP} & set(sys.modules); assert not brought, brought"
     )
