@@ -11,9 +11,12 @@ from torch import Tensor, nn
 
 from fluxtrain.core.device.cpu_device import CpuDevice
 from fluxtrain.core.gradients.gradients import Gradients
-from fluxtrain.core.gradients.host_gradients import Arrival
+from fluxtrain.core.gradients.host_gradients import Arrival, HostGradients
 from fluxtrain.core.memory.group import Group
+from fluxtrain.core.ranks.exchange import Exchange
+from fluxtrain.core.ranks.join import Ranks
 from fluxtrain.core.wrap.engine import engine_of
+from fluxtrain.errors import MisusedModel
 from fluxtrain.plan import heads
 from fluxtrain.plan.group_placement import GroupPlacement
 from tests.engine.row_models import inputs, llama, wrapped
@@ -201,3 +204,24 @@ def test_gradients_of_passes_are_those_of_everything_on_the_device(
     for name, value in wanted.items():
         off = float((gradients[name] - value).norm() / value.norm())
         assert off <= (0 if exact else least), name
+
+
+@pytest.mark.parametrize("sums", [True, False])
+def test_a_sum_over_ranks_is_never_added_up_twice(told: Told, sums: bool) -> None:
+    """Of a block that a forward pass calls twice; a mean of equal numbers stays what it is."""
+    exchange, used = Exchange(Ranks(world=2), sums=sums), group(torch.float32)
+    host = HostGradients(CpuDevice(), told.sent, told.brought, exchange=exchange)
+
+    def backward(calls: int) -> None:
+        out = torch.ones(1, requires_grad=True) * 1
+        for _ in range(calls):
+            out.register_hook(lambda _: host.exchanges(used) and None)
+        out.backward()
+
+    backward(1)
+    backward(1)  # of the next step
+    if sums:
+        with pytest.raises(MisusedModel, match="some is used more than once in a forward pass"):
+            backward(2)
+    else:
+        backward(2)

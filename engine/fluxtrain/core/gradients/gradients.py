@@ -270,7 +270,7 @@ class FlatSum:
         self._clear_untouched()
         self._passing = passing
         self._again = self._add_stored(stays=group.is_on("device", "gradients"))
-        if host.exchange.finishes():
+        if host.exchanges(group):
             self._sent = host.exchange.begin(self.flat[: group.trained_elements], host.device)
             # what another rank alone has used counts here too, with the same numbers everywhere
             self._touched.update(m.index for s in group.trained for m in s.members)
@@ -461,7 +461,7 @@ class EmbeddingSum:
         host.wait_for_update(group)
         host.allocate(group, passing=passing)
         before = host.take_rows(group)
-        exchanges = host.exchange.finishes()
+        exchanges = host.exchanges(group)
         if group.has_gradient and before is None:
             host.add_rows(group, rows)
             if exchanges:

@@ -87,6 +87,7 @@ class HostGradients:
         self.scatter = Scatter()
         self._ring = GradientRing()
         self._prefetched: dict[tuple[Segment, int], _Prefetched] = {}  # by first element
+        self._exchanged: dict[Group, int] = {}  # the backward pass that did, by torch's number
         # downloads of dropped gradients, to memory that is used again
         self._dropped: dict[Group, list[Transfer]] = {}
 
@@ -95,6 +96,23 @@ class HostGradients:
         """Return the device memory of staging, and of rows that stay for further passes."""
         rows = [a.rows for a in list(self.arrivals.values())]  # other threads ask
         return self.staging.device_bytes + sum(r.values.nbytes for r in rows if r is not None)
+
+    def exchanges(self, group: Group) -> bool:
+        """Return whether other processes add to the group's sum, which is complete now.
+
+        Raises MisusedModel: they did so in this backward pass already, and would count it again.
+        """
+        if not self.exchange.finishes():
+            return False
+        number = torch._C._current_graph_task_id()
+        if self.exchange.sums and self._exchanged.get(group, -1) == number >= 0:
+            raise MisusedModel(
+                f"{group.name} is used more than once in a forward pass, and fluxtrain train adds "
+                "the gradients of such a block up in one process only: set parallel.processes=1, "
+                "or start it without torchrun"
+            )
+        self._exchanged[group] = number
+        return True
 
     # -- memory ------------------------------------------------------------------------------------
 

@@ -46,6 +46,7 @@ class Exchange:
         """order: `fixed` adds in the order of ranks, `fast` as the backend's all_reduce does.
         shares: each rank is home to a part of each block's weights and states."""
         self.ranks, self._order = ranks, order
+        self.sums = sums  # over ranks; else means
         self._factor = 1.0 if sums else 1.0 / ranks.world
         joined = device if ranks.world > 1 else None
         self._group: Any = None if joined is None else ranks.device_group(joined)
