@@ -7,6 +7,7 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from fluxtrain.data.images.pictures import (
 from fluxtrain.errors import BadInput
 
 Image = pytest.importorskip("PIL.Image")
+PngImageFile = pytest.importorskip("PIL.PngImagePlugin").PngImageFile
 
 
 def picture(path: Path, size: tuple[int, int] = (64, 64), mode: str = "RGB", **how: Any) -> str:
@@ -139,8 +141,12 @@ def test_a_cut_file_is_found_before_anything_is_loaded(tmp_path: Path) -> None:
 def test_a_photo_is_turned_and_transparency_is_white(tmp_path: Path) -> None:
     turned = Image.Exif()
     turned[0x0112] = 6
-    picture(tmp_path / "turned.jpg", (64, 32), exif=turned)
-    assert size_of(tmp_path / "turned.jpg") == (32, 64)
+    for name in ("turned.jpg", "turned.png"):
+        picture(tmp_path / name, (64, 32), exif=turned)
+        assert size_of(tmp_path / name) == (32, 64)
+    picture(tmp_path / "plain.png", (64, 32))
+    with patch.object(PngImageFile, "load", side_effect=AssertionError):  # by its header alone
+        assert size_of(tmp_path / "plain.png") == (64, 32)
     Image.new("RGBA", (64, 64), (0, 0, 0, 0)).save(tmp_path / "clear.png")
     assert cropped(tmp_path / "clear.png", (64, 64)).min() == 255
 

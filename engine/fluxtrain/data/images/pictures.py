@@ -25,6 +25,7 @@ MOST_PIXELS = 8192  # of a side
 LEAST_PIXELS = 16
 _SCALE = f"and {MOST_PIXELS:,} a side are the most: scale it down"
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # in EXIF: width and height change places
+_TOLD_BY = frozenset({"exif", "xmp", "XML:com.adobe.xmp", "Raw profile type exif"})  # of a PNG
 _WHITE = (255, 255, 255)
 MULTIPLE = 16  # pixels of a token: the VAE halves three times, and 2 x 2 latents are packed
 _AREA_SIDE = 1024
@@ -68,7 +69,10 @@ def size_of(path: Path) -> tuple[int, int]:
     """
     with _opened(path) as picture:
         width, height = picture.size
-        return (height, width) if picture.getexif().get(_ORIENTATION) in _TURNED else picture.size
+        # of a PNG without EXIF Pillow would decode all pixels, to look behind them
+        reads = picture.format != "PNG" or not _TOLD_BY.isdisjoint(picture.info)
+        turned = reads and picture.getexif().get(_ORIENTATION) in _TURNED
+        return (height, width) if turned else picture.size
 
 
 def decode(path: Path) -> None:
