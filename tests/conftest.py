@@ -20,6 +20,9 @@ from hypothesis import settings
 from fluxtrain.machine.before_torch import let_segments_grow
 from tests.process_state import changes, process_state
 
+# What is imported until all tests are collected stays: to look for garbage in it costs a quarter.
+gc.disable()
+
 # Before torch is imported. Test processes that each use every core only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -117,6 +120,7 @@ def pytest_collection_finish() -> None:
     for it, and to look through all modules takes it a third of a second."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 # -- a test leaves the process as it was -----------------------------------------------------------
