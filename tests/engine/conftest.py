@@ -32,7 +32,6 @@ from fluxtrain.core.wrap.engine import Engine
 from fluxtrain.data.demo import train_tokenizer
 from fluxtrain.events.answers.machine import Machine
 from fluxtrain.machine.machine import read_machine
-from fluxtrain.models.generation import sample_text
 from tests.engine import forked
 from tests.engine.deferred_models import Hold
 from tests.engine.half_models import half_model
@@ -146,11 +145,10 @@ def _folder_of_forked_processes() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)  # gone before a test of another folder runs
-def _short_calibrations() -> Iterator[None]:
-    """Shorten calibration before a run, and leave out measuring the machine before a plan.
+def _short_runs() -> Iterator[None]:
+    """Shorten calibration and samples of a run, and leave out measuring before a plan.
 
-    Both are repeated where other programs disturbed them, as the test workers do each other, and
-    few tests look at the results. Processes that tests start measure as they always do."""
+    Processes that tests start anew, not forked, measure as they always do."""
 
     def measured(
         elsewhere: preview.PlannedMachine | None, report: object
@@ -158,17 +156,8 @@ def _short_calibrations() -> Iterator[None]:
         return read_machine(), RATES if elsewhere is None else elsewhere.per_s
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fluxtrain.measure.measured_constants.is_calm_after", lambda _: False)
-        patch.setattr("fluxtrain.measure.calibrate.MOST_REPEATS", 1)
+        forked.shorten(patch)
         patch.setattr(preview, "_measured", measured)
-        yield
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _short_samples() -> Iterator[None]:
-    """A run in this process shows four tokens of what its model makes in the end."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fluxtrain.train.run.sample_text", partial(sample_text, max_new_tokens=4))
         yield
 
 

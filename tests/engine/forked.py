@@ -15,21 +15,38 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 _PROCESSES = multiprocessing.get_context("forkserver")
 _PROCESSES.set_forkserver_preload(
     [
         "fluxtrain.commands.doctor.self_test",
         "fluxtrain.train.run",
+        "pytest",
         "transformers.models.llama.modeling_llama",
         "transformers.models.mixtral.modeling_mixtral",
     ]
 )
 _AT_FIRST = dict(os.environ)
 LIMIT_S = 240.0  # for what never ends; a slow machine is no failure
+
+
+def shorten(patch: pytest.MonkeyPatch) -> None:
+    """Let a run time its blocks once and show four tokens of what its model makes.
+
+    Calibration is repeated where other programs disturbed it, as the test workers do each other,
+    and few tests look at the results.
+    """
+    from fluxtrain.models.generation import sample_text
+
+    patch.setattr("fluxtrain.measure.measured_constants.is_calm_after", lambda _: False)
+    patch.setattr("fluxtrain.measure.calibrate.MOST_REPEATS", 1)
+    patch.setattr("fluxtrain.train.run.sample_text", partial(sample_text, max_new_tokens=4))
 
 
 def start(program: Callable[..., Any], *arguments: Any) -> ForkServerProcess:
@@ -110,6 +127,7 @@ def _set_environment(wanted: Mapping[str, str]) -> None:
 def _begun(environment: Mapping[str, str], program: Callable[..., Any], *arguments: Any) -> None:
     _set_environment(environment)
     tempfile.tempdir = None
+    shorten(pytest.MonkeyPatch())
     program(*arguments)
 
 

@@ -6,17 +6,14 @@ import contextlib
 import datetime
 import traceback
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import distributed
 
 from fluxtrain.config.schema import load_config
 from fluxtrain.errors import FluxTrainError
-from fluxtrain.models.generation import sample_text
 from fluxtrain.train.checkpoint.recovery import locate, truly_told
 from fluxtrain.train.ranks import train_as_rank
 from tests.engine import forked
@@ -63,10 +60,6 @@ def _rank(
 
 def train(config: Path, run_dir: Path, overrides: list[str], resume: str | None = None) -> str:
     """`fluxtrain train` in one rank; its exit code, and why it failed."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr("fluxtrain.measure.measured_constants.is_calm_after", lambda _: False)
-    patch.setattr("fluxtrain.measure.calibrate.MOST_REPEATS", 1)
-    patch.setattr("fluxtrain.train.run.sample_text", partial(sample_text, max_new_tokens=2))
     settings = load_config(config, overrides)
     try:
         train_as_rank(settings, lambda: locate(resume, run_dir, settings), truly_told)
