@@ -64,8 +64,11 @@ def test_from_a_table_to_a_merged_model_without_leaving_the_app(desk: Desk, tmp_
     run = desk.run_dir()
     assert json.loads(run.result.read_text())["exit_code"] == 0
     assert (run.path / "merged" / "config.json").exists()
+    kept = (run.path / "config.yaml").read_text()
+    assert "steps: 4" in kept and "sequence_length: 64" in kept
 
 
+@pytest.mark.slow  # three starts of the real engine; a way through the same pages as above
 def test_an_own_file_from_a_configuration_is_planned_by_the_real_engine_and_trained(
     desk: Desk, tmp_path: Path
 ) -> None:
