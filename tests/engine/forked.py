@@ -28,6 +28,8 @@ _PROCESSES.set_forkserver_preload(
         "fluxtrain.commands.doctor.self_test",
         "fluxtrain.train.run",
         "pytest",
+        "peft",
+        "transformers.trainer",
         "transformers.models.llama.modeling_llama",
         "transformers.models.mixtral.modeling_mixtral",
     ]
