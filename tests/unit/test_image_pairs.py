@@ -138,6 +138,12 @@ def test_a_cut_file_is_found_before_anything_is_loaded(tmp_path: Path) -> None:
         read_pairs(path, 64)
 
 
+def test_what_is_no_file_is_refused_without_waiting_for_its_bytes(tmp_path: Path) -> None:
+    path = rows(tmp_path, pair(tmp_path) | {"image": "/dev/zero"})
+    with pytest.raises(BadInput, match=r"zero is cut or damaged \(not a regular file\)"):
+        read_pairs(path, 64)
+
+
 def test_a_photo_is_turned_and_transparency_is_white(tmp_path: Path) -> None:
     turned = Image.Exif()
     turned[0x0112] = 6

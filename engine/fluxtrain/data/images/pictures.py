@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from math import log
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import numpy.typing as npt
 
 from fluxtrain.errors import BadInput
 from fluxtrain.files.atomic import whole_file
+from fluxtrain.files.opening import open_plain
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
@@ -120,7 +122,7 @@ def _opened(path: Path) -> Iterator[Any]:
     """Open a picture and check its header; what Pillow makes of its pixels is BadPicture, too."""
     image, errors = pillow()
     try:
-        with image.open(path) as picture:
+        with BufferedReader(open_plain(path, follow=True)) as file, image.open(file) as picture:
             if wrong := _wrong_header(picture):
                 raise BadPicture(f"{path.name} {wrong}")
             yield picture
@@ -134,7 +136,7 @@ def _opened(path: Path) -> Iterator[Any]:
     except errors:
         wrong = f"is no picture that can be read: save it as {FORMATS[0]}"
     except (OSError, SyntaxError, ValueError) as error:
-        what = " ".join(str(error).split())[:100]
+        what = " ".join(str(getattr(error, "strerror", None) or error).split())[:100]
         wrong = f"is cut or damaged ({what}): copy or save it again"
     raise BadPicture(f"{path.name} {wrong}")
 
