@@ -18,7 +18,7 @@ import pytest
 from fluxtrain.events.emitter import Emitter
 from fluxtrain.events.events import LogWritten
 from fluxtrain.serve import queue
-from fluxtrain.serve.jobs import run_of
+from fluxtrain.serve.jobs import JobRequest, run_of
 from fluxtrain.serve.refusal import Refusal
 from fluxtrain.serve.settings import Quotas
 from fluxtrain.serve.uploads import add_file
@@ -149,3 +149,11 @@ def test_a_clock_that_is_set_back_loses_no_job_and_keeps_the_order(
     steps = [one.data["step"] for one in events if one.type == "metrics"]
     assert steps == sorted(steps, reverse=True) and steps[0] == 4
     assert upload(client, rows(9)) == client.files.list().data[0].id
+
+
+@pytest.mark.parametrize(
+    "field", [{"metadata": {"a": "\ud83d"}}, {"fluxtrain": {"\ud83d": 1}}, {"suffix": "\ud83d"}]
+)
+def test_half_a_character_in_a_body_is_refused_in_words(field: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="half of a character"):
+        JobRequest(model="demo", training_file="file-1", **field)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from fluxtrain.errors import FluxTrainError
 
@@ -15,6 +17,16 @@ class Body(BaseModel):
     """The base of request bodies; unknown fields are refused by name."""
 
     model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _can_be_written(cls, given: Any) -> Any:
+        """Refuse what no file and no database holds: a surrogate without the other."""
+        try:
+            json.dumps(given, ensure_ascii=False, default=str).encode()
+        except UnicodeEncodeError:
+            raise ValueError("a text ends in half of a character: cut it elsewhere") from None
+        return given
 
 
 class Refusal(FluxTrainError):
