@@ -71,6 +71,7 @@ ModelFolder = Callable[..., Path]
         (["train", "--demo", "--set", "train.learning_rate=-1"], "greater than or equal to 0"),
         (["train", "--demo", "--resume", "/nowhere"], "no such run directory"),
         (["apply", "last"], "see `fluxtrain apply --help`"),
+        (["serve", "keys", "--folder", "x", "list"], "see `fluxtrain serve keys --help`"),
         (["nonsense"], "see `fluxtrain --help`"),
         (["train", "--resume", "auto"], "name a CONFIG.yaml, --run-dir"),
         (["train", "--demo", "--device", "tpu"], "placement.device"),

@@ -121,8 +121,11 @@ def _usage_message(error: BaseException) -> str | None:
     if message.startswith("Usage:"):  # no command was named
         return message
     context = getattr(error, "ctx", None)
-    command = getattr(context, "info_name", None) if getattr(context, "parent", None) else None
-    named = f"fluxtrain {command}" if command else "fluxtrain"
+    names: list[str] = []
+    while (parent := getattr(context, "parent", None)) is not None:
+        names.insert(0, str(getattr(context, "info_name", "")))
+        context = parent
+    named = " ".join(["fluxtrain", *names])
     return f"error: {message} (see `{named} --help`)" if message else ""
 
 
