@@ -81,6 +81,14 @@ def test_a_run_in_the_temporary_folder_is_not_told_to_take_another_run_dir(tempo
     assert "--run-dir" in str(storage_error(temporary / "run", FULL))
 
 
+@pytest.mark.parametrize("option", ["--run-dir", "--folder", "--start"])
+@pytest.mark.parametrize("code", [errno.EACCES, errno.ENOSPC])
+def test_the_option_that_moves_a_file_is_told(option: str, code: int) -> None:
+    error = storage_error(Path("/elsewhere/x"), OSError(code, os.strerror(code)), option=option)
+    assert f"with {option}" in str(error)
+    assert ("FLUXTRAIN_RUNS" in str(error)) == (option == "--run-dir" and code == errno.EACCES)
+
+
 def test_a_temporary_folder_that_cannot_be_made_is_told(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

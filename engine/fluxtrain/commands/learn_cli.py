@@ -58,7 +58,7 @@ def learn(
         except FileExistsError as error:
             raise BadInput(f"{start} exists already: name another file") from error
         except OSError as error:
-            raise storage_error(start, error) from error
+            raise storage_error(start, error, option="--start") from error
         say(f"{start} is yours; then `fluxtrain learn {number} --check {start}`")
     else:
         say(task.text(chosen))

@@ -26,18 +26,21 @@ LEFT = re.compile(r"\..+\.\d+(\.tmp)?")  # names of what a killed `replace_file`
 _Facts = tuple[int, int, int, int]
 
 
-def storage_error(path: Path, error: OSError, needed_bytes: int | None = None) -> FluxTrainError:
-    """Return the error to raise for a failed write at `path`: `NoSpace` (5) or `BadInput` (2)."""
+def storage_error(
+    path: Path, error: OSError, needed_bytes: int | None = None, option: str = "--run-dir"
+) -> FluxTrainError:
+    """Return the error to raise for a failed write at `path`, which `option` names another of:
+    `NoSpace` (5) or `BadInput` (2)."""
     reason = error.strerror or str(error)
     if error.errno not in FULL:
-        cure = moved_by(path) or (
-            "choose a folder that you can write with --run-dir, or set FLUXTRAIN_RUNS"
-        )
+        cure = moved_by(path) or f"choose a folder that you can write with {option}"
+        if option == "--run-dir" and not moved_by(path):
+            cure += ", or set FLUXTRAIN_RUNS"
         return BadInput(f"cannot write {path}: {reason}: {cure}")
     needed = "" if needed_bytes is None else f"{bytes_text(needed_bytes)} needed, "
     return NoSpace(
         f"cannot write {path}: {reason} ({needed}{bytes_text(free_bytes(path))} free): "
-        f"free some space, raise the quota, or {_other_disk(path)}"
+        f"free some space, raise the quota, or {_other_disk(path, option)}"
     )
 
 
@@ -114,8 +117,8 @@ def read_json(path: Path, *, follow: bool = False) -> dict[str, Any] | None:
         return None
 
 
-def _other_disk(path: Path) -> str:
-    return moved_by(path) or "choose another disk with --run-dir"
+def _other_disk(path: Path, option: str = "--run-dir") -> str:
+    return moved_by(path) or f"choose another disk with {option}"
 
 
 def sync(path: Path) -> None:

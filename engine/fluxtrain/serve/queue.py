@@ -276,7 +276,7 @@ class Queue:
         try:
             replace_file(path, json.dumps(row["config"]).encode())
         except OSError as error:
-            return storage_error(path, error)
+            return storage_error(path, error, option="--folder")
         return None
 
     def _launch(self, row: Mapping[str, Any], failed: FluxTrainError | None) -> None:

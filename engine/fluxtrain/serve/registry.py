@@ -240,7 +240,7 @@ def keep(folder: Path, models: Path) -> str:
     try:
         replace_folder(kept, fill)
     except OSError as error:
-        raise storage_error(kept, error) from error
+        raise storage_error(kept, error, option="--folder") from error
     return name
 
 

@@ -162,7 +162,7 @@ class Service:
                     return await self._planned(job_id, config)  # with the worker's memory
             raise Refusal(str(error), code="plan_refused") from error
         except OSError as error:
-            raise storage_error(path, error) from error
+            raise storage_error(path, error, option="--folder") from error
         finally:
             path.unlink(missing_ok=True)
 

@@ -151,7 +151,7 @@ class Store:
                 made.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = open_to_write(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
-            raise storage_error(self.folder, error) from error
+            raise storage_error(self.folder, error, option="--folder") from error
         facts = os.fstat(self._lock)
         self.mark = f"{facts.st_ino}-{facts.st_mtime_ns}"  # of the folder, on every machine
         self.is_shared = db is not None

@@ -65,7 +65,7 @@ def add_file(
             connection.execute(sa.insert(files), row)
         return row
     except OSError as error:
-        raise storage_error(incoming, error) from error
+        raise storage_error(incoming, error, option="--folder") from error
     finally:
         incoming.unlink(missing_ok=True)
 
