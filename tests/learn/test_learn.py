@@ -35,6 +35,7 @@ MISTAKES = [
      "return [await self._wait(one, 0.1) for one in job_ids]", "one after the other"),
     ("sdk", "if answer.is_error:", "if False:", "why"),
     ("parallel", "dist.all_reduce(parameter.grad)", "pass", "different weights"),
+    ("parallel", "optimizer.step()", "raise SystemExit(0)", "ended before it was checked"),
     ("parallel", "square().sum()", "square().mean()", "divided by the number of all rows"),
     ("parallel", "parameter.grad /= total[1]", "pass", "divided by the number of all rows"),
     ("registry", " + content", "", "same size"),

@@ -180,6 +180,8 @@ def sample(  # noqa: PLR0913, PLR0917 - as above
     """Make an image with the model of an image run."""
     if not prompt.strip():
         raise BadInput("--prompt is empty: say what should change")
+    if reference is not None and not reference.is_file():
+        raise BadInput(f"--reference: {reference} is no file: name the picture to change")
     with Importing():
         from fluxtrain.results.image_sampling import SampleRequest
         from fluxtrain.results.image_sampling import sample as made

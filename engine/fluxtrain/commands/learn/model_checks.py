@@ -178,9 +178,9 @@ def check_parallel(own: ModuleType) -> str:
             lines = re.findall(rf'"{re.escape(str(own.__file__))}", line (\d+)', str(error))
             place = f"line {lines[-1]}: " if lines else ""
             raise Wrong(place + str(error).strip().splitlines()[-1]) from error
-        (losses, weights), (_, others) = (
-            torch.load(f"{folder}/{rank}.pt", weights_only=True) for rank in range(2)
-        )
+        found = [Path(folder) / f"{rank}.pt" for rank in range(2)]
+        require(all(one.exists() for one in found), "a process ended before it was checked")
+        (losses, weights), (_, others) = (torch.load(one, weights_only=True) for one in found)
     require(
         all(map(_near, weights, others)),
         "after three steps the two processes have different weights: add the gradients of both up "
