@@ -140,7 +140,7 @@ def reason(plan: PlanAnswer, name: str) -> tuple[str, str]:
 
 def test_a_plan_of_ranks_tells_their_parts_their_seconds_and_those_of_ddp(model: Path) -> None:
     plan = planned(model, "parallel.mode=fsdp", "parallel.processes=2")
-    (note,) = [note for note in plan.notes if "of each of 2 ranks" in note]
+    (note,) = [note for note in plan.notes if "each of 2 ranks takes" in note]
     for part in ("parameters", "gradients", "states", "activations", "gathered", "staging"):
         assert f"{part} " in note
     assert re.search(r"as DDP [\d.]+ GiB \(-\d\d%\), .* a step against", note)

@@ -66,6 +66,7 @@ from fluxtrain.units import bytes_text, count_text
 
 ASSUMED = "the rates in the file and constants of this class of machines"
 _NO_CARDS = "there is no GPU: these cards are parts of the CPU, to try several cards without any"
+_IN_THE_HEAP = " (above without what a run on a CPU has in its heap)"
 DEMO_TOKENS = 510_000  # about the docstrings of the standard library
 
 
@@ -155,7 +156,8 @@ def preview(
             *told,
             *([_NO_CARDS] if placement.told_cards and not where.has_gpu else ()),
             *(
-                f"of each of {ranks} ranks: {c.value} of device memory: {c.because}"
+                f"{'the rank' if ranks == 1 else f'each of {ranks} ranks'} takes {c.value} of "
+                f"device memory{'' if where.has_gpu else _IN_THE_HEAP}: {c.because}"
                 for c in placement.choices
                 if c.name == MEMORY
             ),
