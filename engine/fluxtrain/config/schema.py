@@ -407,6 +407,7 @@ def image_demo_config(overrides: list[str] | None = None) -> RunConfig:
         "image": {"size": 64, "caption_tokens": 16},
         "train": {
             "steps": 60, "batch_rows": 8, "learning_rate": 4e-3, "betas": [0.9, 0.99],
+            "evaluate_every": 20,
         },
         "samples": {"every": 20},
     }  # fmt: skip
