@@ -201,7 +201,9 @@ def test_a_killed_rank_ends_all_and_a_restart_goes_on(
     config, run_dir = run_config(**{**STEPS, "train__steps": 60}), tmp_path / "run"
     options = ["--set", "parallel.processes=2", "--set", f"parallel.restarts={restarts}"]
     command = [sys.executable, "-m", "fluxtrain", "train", config, "--run-dir", run_dir, *options]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as run:
+    complaints = tmp_path / "complaints"
+    told_to = {"stdout": subprocess.DEVNULL, "stderr": complaints.open("wb")}
+    with subprocess.Popen(command, **told_to) as run:
         while not (run_dir / "checkpoints").is_dir() or not told(run_dir, ev.CheckpointWritten):
             assert run.poll() is None
             time.sleep(0.1)
@@ -210,6 +212,8 @@ def test_a_killed_rank_ends_all_and_a_restart_goes_on(
         assert run.wait(120) == (0 if restarts else 7)
     assert restarts or time.monotonic() - began_s < 30.0
     assert not ranks_of(run_dir)
+    last = complaints.read_text().splitlines()[-1]
+    assert restarts or (last.startswith("error: ") and f"--resume {run_dir}" in last)
     if restarts:
         assert RunDir(run_dir).summary().step == 60
 

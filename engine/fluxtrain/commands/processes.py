@@ -143,7 +143,8 @@ def train_in_processes(parallel: ParallelRequest, target: Target, words: list[st
 
     with truly_told(target):
         status = launch(words, parallel.processes, parallel.restarts, first_process)
-    code = run_dir.summary().exit_code if run_dir.path.exists() else None
+    told = run_dir.summary() if run_dir.path.exists() else None
+    code = None if told is None else told.exit_code
     if status and not code:
         raise RankLost(
             f"a process of the run ended without a word (torchrun: {status}): out of memory, or "
@@ -151,4 +152,11 @@ def train_in_processes(parallel: ParallelRequest, target: Target, words: list[st
         )
     if code == EXIT_INTERRUPTED:
         raise Interrupted("all processes of the run have ended", code)
+    if code and told is not None and told.message:
+        way = (
+            f"; to go on: fluxtrain train --resume {run_dir.path}"
+            if code == RankLost.exit_code
+            else ""
+        )
+        complain(f"error: {told.message}{way}")  # again, behind torchrun's own report
     raise typer.Exit(code or 0)
