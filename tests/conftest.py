@@ -41,7 +41,9 @@ for _number in (signal.SIGINT, signal.SIGHUP):
 if "PYTEST_XDIST_WORKER" not in os.environ:
     _CACHE = tempfile.TemporaryDirectory(prefix="fluxtrain-tests-")
     os.environ["XDG_CACHE_HOME"] = _CACHE.name
-    os.environ["XDG_STATE_HOME"] = os.path.join(_CACHE.name, "state")
+else:  # which run was the last is what each worker does
+    _CACHE = tempfile.TemporaryDirectory(prefix="fluxtrain-tests-state-")
+os.environ["XDG_STATE_HOME"] = os.path.join(_CACHE.name, "state")
 
 # A shared or slow machine is no failure; a failing example is printed so that it can be run again.
 # The same examples each time, so that a change fails for what it does; `make soak` draws new ones.

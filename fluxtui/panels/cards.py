@@ -220,7 +220,7 @@ PANEL = Panel(
     "Cards",
     body,
     ranks_heading,
-    about="memory, copies and use of each of several cards, or of each of several processes",
+    about="memory and work of each card, or of each process",
 )
 MEMORY = Panel(
     "card_memory", "Device memory", memory_body, heading,

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 import fluxtrain
 from fluxtrain.core.device import disk, spill
 from fluxtrain.core.device.arena import HostArena
-from fluxtrain.core.device.disk import sum_of
 from fluxtrain.core.memory.states_on_disk import OnDisk
 from fluxtrain.core.optimizer import optimizer_state
 from fluxtrain.core.wrap.engine import Engine, engine_of
@@ -360,14 +359,14 @@ def test_a_flipped_bit_is_read_again_and_then_ends_the_training(
     model, other = wrapped(tmp_path), wrapped(tmp_path, away=0)
     optimizer = adamw(model)
     losses = train(model, optimizer, range(2))
-    real, wrong = sum_of, [1]
+    real, wrong = spill.Spill._try_read, [1]
 
-    def once(block: Tensor) -> int:
-        return real(block) ^ (wrong.pop() if wrong else 0)
+    def once(self: spill.Spill, at: int, into: Tensor, wanted: int) -> str:
+        return real(self, at, into, wanted ^ (wrong.pop() if wrong else 0))
 
     engine = on_disk(model)
     shards(model)  # nothing is written any more
-    monkeypatch.setattr(spill, "sum_of", once)
+    monkeypatch.setattr(spill.Spill, "_try_read", once)
     losses += train(model, optimizer, range(2, 3))
     assert engine.spill.mended == 1
     assert losses == train(other, adamw(other), range(3))

@@ -183,6 +183,7 @@ def test_auto_shards_where_that_is_predicted_faster_and_says_why(
         processes, "read_gpus", lambda: Gpus(gpus=(None,) * 4, driver=None, reason=None)
     )  # type: ignore[arg-type]
     config = demo_config([])
+    monkeypatch.setattr(probing, "known_rates", lambda folder: {})
     processes.with_planned_mode(config, None, True, ["train.steps=3"], None)
     assert not asked, "on a machine that was not measured nothing is planned"
     monkeypatch.setattr(probing, "known_rates", lambda folder: {"adamw": 1.0})
