@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,8 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainingArguments
 
 import fluxtrain
+from fluxtrain.commands import processes
+from fluxtrain.config.schema import demo_config
 from fluxtrain.core.wrap.engine import engine_of
-from fluxtrain.errors import MisusedModel
+from fluxtrain.errors import BadInput, MisusedModel
+from fluxtrain.events.run_folder.run_dir import RunDir
+from fluxtrain.plan.request import ParallelRequest
+from fluxtrain.train.checkpoint.recovery import locate
 from tests.engine import forked
 from tests.engine.ranks import join
 from tests.on_cards import batch, llama
@@ -99,3 +105,16 @@ def test_a_run_under_a_launcher_ends_with_2_and_leaves_nothing(
         assert answer.returncode == 2, answer.stderr
         assert WORDS in answer.stderr and answer.stderr.count("\n") == 1
     assert not list(tmp_path.rglob("*.json"))
+
+
+def test_processes_are_not_started_in_a_folder_that_is_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "launch", lambda *_: pytest.fail("processes were started"))
+    used, config = RunDir(tmp_path / "run"), demo_config([])
+    lock = used.lock()
+    with pytest.raises(BadInput, match=f"in use by process {os.getpid()}"):
+        processes.train_in_processes(
+            ParallelRequest(processes=2), locate(None, used.path, config), []
+        )
+    lock.release()

@@ -123,8 +123,8 @@ def train_in_processes(parallel: ParallelRequest, target: Target, words: list[st
     """Train in the directory of `target` with as many processes as `parallel` says, each of which
     runs `fluxtrain WORDS`; end this one as the run ended.
 
-    Raises BadInput where several cards are asked for too; Interrupted after Ctrl-C; RankLost where
-    the run left no record.
+    Raises BadInput where several cards are asked for too, or the directory is in use; Interrupted
+    after Ctrl-C; RankLost where the run left no record.
     """
     if parallel.cards not in ("auto", 1):
         raise BadInput(
@@ -141,6 +141,8 @@ def train_in_processes(parallel: ParallelRequest, target: Target, words: list[st
         user = run_dir.user()
         return user.pid if user is not None and user.is_alive() else None
 
+    if run_dir.path.exists():
+        run_dir.lock().release()  # what uses it is told here, in one voice
     with truly_told(target):
         status = launch(words, parallel.processes, parallel.restarts, first_process)
     told = run_dir.summary() if run_dir.path.exists() else None
