@@ -125,11 +125,12 @@ def _rank_line(view: View, rank: int, width: int) -> Line:
         return fitted((*name, (UNKNOWN, "dim")), width)
     mine = step.ranks[rank]
     limit = mine.limit_bytes or max(one.used_bytes for one in step.ranks) or 1
+    place = f"card {mine.card} of {mine.machine}" if view.on_gpu else f"on {mine.machine}"
     numbers: list[Line] = [
         ((f" {bytes_text(mine.used_bytes):>8}", "strong"),),
         ((f" {count_text(mine.tokens_per_s):>7}", "text"), (" tok/s", "dim")),
         ((" waits ", "dim"), (f"{duration_text(mine.waited_s):>7}", "text")),
-        ((f"  card {mine.card} of {mine.machine}", "dim"),),
+        ((f"  {place}", "dim"),),
     ]
     room = width - width_of(name) - LEAST_BAR_CELLS
     shown: list[Line] = []

@@ -122,8 +122,10 @@ def left_behind(view: View) -> str:
     if done is None or not done.model_path:
         return ""
     adapter = hello is not None and hello.rank is not None
-    what = "" if view.link.replay else f"; {uses_of_model(view, adapter)}"
     place, folder = done.model_path, view.link.run_dir
+    what = "" if view.link.replay else f"; {uses_of_model(view, adapter)}"
+    if view.state.makes_images and folder is not None:
+        what = f"; fluxtrain sample {folder} --prompt WORDS makes images with it"
     if folder is not None and place.startswith("/"):
         place = str(RunDir(folder).model)  # where the run is now, and not where it was made
     return f"the {'adapter' if adapter else 'model'} is in {place}{what}"

@@ -130,6 +130,12 @@ class FoldedRun(msgspec.Struct, frozen=True, kw_only=True):
         return min(known, key=lambda pair: pair[1], default=None)
 
     @property
+    def makes_images(self) -> bool:
+        """Return whether the run trains on pairs of images, and not on text."""
+        sampled = self.sample is not None and bool(self.sample.path)
+        return sampled or (self.evaluation is not None and self.evaluation.unit == "pairs")
+
+    @property
     def moves_are_a_sample(self) -> bool:
         """Return whether the trainer made more moves than it reported."""
         return self.made is not None and self.made.total > self.moves_told

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fluxtrain.events.events import Done
+from fluxtrain.events.events import Done, SampleGenerated
 from fluxtui import launch
 from fluxtui.actions.table import find
 from fluxtui.answers.answers import Answers
@@ -79,6 +79,16 @@ def test_a_model_is_where_its_run_is_and_not_where_it_was_made(made: ModuleType)
     link = Link(run_dir=Path("/mine/run"), process="dead")
     view = View(state=FoldedRun().after_all([*made.training(3), done]), link=link)
     assert " ".join(told(view)).startswith("the model is in /mine/run/model; C chats with it")
+
+
+def test_a_model_of_images_is_not_offered_for_a_chat(made: ModuleType) -> None:
+    sample = SampleGenerated(step=3, prompt="x", text="", path="a.png")
+    done = Done(
+        exit_code=0, step=3, seconds=1.0, loss=1.0, evaluation_loss=None, model_path="/r/model"
+    )
+    state = FoldedRun().after_all([*made.training(3), sample, done])
+    cells = " ".join(told(View(state=state, link=Link(run_dir=Path("/r"), process="dead"))))
+    assert "chats" not in cells and "fluxtrain sample /r --prompt WORDS" in cells
 
 
 async def test_what_is_copied_is_found_too(
