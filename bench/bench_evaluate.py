@@ -50,7 +50,7 @@ def write_texts(model: Path, source: Path, count: int, length: int, folder: Path
 
 
 def evaluated(kind: str, tokens: int | None, options: list[str]) -> dict[str, Any]:
-    """Run `fluxtrain evaluate` and return its row; tokens: None for those that it tells."""
+    """Run `fluxtrain evaluate` and return its row. tokens: computed; None: what it reports."""
     command = [*FLUXTRAIN, "evaluate", *options, "--json"]
     told = subprocess.run(command, capture_output=True, text=True, check=False)
     if told.returncode != 0:

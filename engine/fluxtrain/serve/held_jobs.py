@@ -38,8 +38,8 @@ class HeldJobs:
     def divided(
         self, rows: list[Row], is_elsewhere: Callable[[Row], bool]
     ) -> tuple[list[Row], ...]:
-        """Return the jobs that this server has, also from now on, as their servers are gone, and
-        those that wait.
+        """Return the jobs that this server has, some of them taken over from servers that are gone,
+        and the waiting ones.
 
         `is_elsewhere`: whether only servers of another machine can look after a job.
         """

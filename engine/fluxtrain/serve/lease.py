@@ -94,7 +94,7 @@ class Lease:
         return frozenset(row["id"] for row in self._store.rows(found))
 
     def _begin(self, connection: sa.Connection, now_s: float) -> str:
-        """Add a row under a new id, and remove those that ended long ago; return the id."""
+        """Add a row under a new id, and remove rows that ended long ago; return the id."""
         ended = servers.c.until_s < now_s - LEASE_S if self._store.is_shared else sa.true()
         connection.execute(sa.delete(servers).where(ended))
         other = sa.select(servers).where(servers.c.folder != self._store.mark)

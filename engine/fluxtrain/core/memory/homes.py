@@ -2,7 +2,7 @@
 
     device ◀──▶ host ◀──▶ disk ◀──▶ device       and `under way` from the first byte to the last
 
-What is under way has no home: whoever would use it gets an error, also after a move that failed.
+Using what is under way raises an error, also after a move that failed.
 """
 
 from __future__ import annotations

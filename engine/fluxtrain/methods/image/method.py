@@ -164,8 +164,8 @@ class ImageMethod:
         return facts.trained_bytes if self.adapts else facts.weight_bytes
 
     def save(self, loaded: LoadedPipeline, settings: MethodSettings, folder: Path) -> None:
-        """Write the adapter with its scale folded in, or the transformer's folder in files like
-        those that it came in."""
+        """Write the adapter with its scale folded in, or the transformer's folder in files of the
+        same sizes as the original's."""
         if not self.adapts:
             save_transformer(loaded.model, loaded.pipeline, folder)
             return

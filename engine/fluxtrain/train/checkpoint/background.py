@@ -4,8 +4,8 @@ The thread `checkpoint-copy` copies the groups in the order in which the next st
 each group's update waits for its copy (`GroupJobs.saving`), on the host or on a device; forward and
 backward only read, and wait for nothing. The thread `checkpoint` writes the copies. They hold at
 most a budget of host memory: beyond it copying waits for writing. Where optimizer states live on
-disk there is no memory for copies of groups at home there or on the host: these are written from
-where they live, and the update of each waits until it is written. So what is written is the state
+disk there is no memory for copies of groups on the disk or the host: these are written from where
+they live, and the update of each waits until it is written. So what is written is the state
 of one moment, bit for bit.
 
 The kernel makes pages when they are first written, a gigabyte a second or less, and a copy into

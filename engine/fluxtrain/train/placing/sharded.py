@@ -166,8 +166,8 @@ def refuse_settings(config: RunConfig) -> None:
         )
     if config.comm.gather != "none" and method_of(config).frozen_storage(config.method) != "plain":
         raise BadInput(
-            f"comm.gather={config.comm.gather} rounds weights, and those that {config.method.name} "
-            "packs are 4 or 8 bits already: leave it out"
+            f"comm.gather={config.comm.gather} rounds weights, and {config.method.name} packs them "
+            "in 4 or 8 bits already: leave it out"
         )
     if config.comm.compress == "auto" and config.fsdp.sharding_strategy in ("NO_SHARD", "HYBRID"):
         raise BadInput(
