@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fluxtrain
 from fluxtrain.core.device import page_locks
-from fluxtrain.core.device.arena import Staging, host_copy
+from fluxtrain.core.device.arena import HostArena, Staging, host_copy
 from fluxtrain.core.device.page_locks import PageLocks
 from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.train.placing.preflight import page_locks_of
@@ -150,3 +150,16 @@ def test_the_ring_copies_every_byte_of_any_size(size: int, pieces: int, system: 
     assert torch.equal(up, source)
     ring.download(down, source, send)
     assert not late and torch.equal(down, source)
+
+
+def test_of_an_arena_parts_are_locked_by_pages_and_let_go(system: Callable[..., FakeLocks]) -> None:
+    locks = system(1 << 30)
+    arena = HostArena(64 * KIB, pin=False)
+    flat = arena.tensor(torch.uint8, 64 * KIB, 0)
+    arena.lock_parts([flat[60 * KIB :], flat[: 5 * KIB], flat[6 * KIB : 7 * KIB]])
+    assert locks.attempts == 2 and locks.locked_bytes == 12 * KIB  # two share a page
+    assert locks.holds(flat[: 5 * KIB]) and locks.holds(flat[60 * KIB :])
+    assert not locks.holds(flat) and not locks.holds(flat[20 * KIB : 21 * KIB])
+    del arena, flat
+    gc.collect()
+    assert not locks.locked_bytes

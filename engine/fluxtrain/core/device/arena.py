@@ -11,7 +11,7 @@ import contextlib
 import ctypes
 import mmap
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -50,6 +50,7 @@ class HostArena:
         self.address = torch.frombuffer(self._map, dtype=torch.uint8, count=1).data_ptr()
         locked = pin and size_bytes > 0 and page_locks.LOCKS.lock(self.address, size_bytes, self)
         self.pinned_bytes = size_bytes if locked else 0
+        self._locks = [self.address] if locked else []
         if locked or not for_forks:
             keep_from_forks(self._map)
         if touched and not locked:
@@ -75,15 +76,29 @@ class HostArena:
         give_back(self._map, at + start, at + stop)
         return True
 
+    def lock_parts(self, parts: Iterable[Tensor]) -> None:
+        """Page-lock the memory of these of the arena's tensors, which is not locked as a whole."""
+        page, spans = mmap.PAGESIZE, list[list[int]]()
+        for start, stop in sorted((p.data_ptr(), p.data_ptr() + p.nbytes) for p in parts):
+            first, end = start // page * page, -(-stop // page) * page
+            if spans and first <= spans[-1][1]:
+                spans[-1][1] = max(end, spans[-1][1])
+            else:
+                spans.append([first, end])
+        for first, end in spans:
+            if page_locks.LOCKS.lock(first, end - first, self):
+                self._locks.append(first)
+
     def __del__(self) -> None:
-        if not getattr(self, "pinned_bytes", 0):
+        if not getattr(self, "_locks", ()):
             return  # memory that is not locked is copied by threads, which hold it
         try:
             for wait in list(self.under_way.values()):
                 with contextlib.suppress(Exception):  # the copy was never made
                     wait()
         finally:
-            self._unlock(self.address)
+            for address in self._locks:
+                self._unlock(address)
 
 
 def device_flat(device: torch.device, size_bytes: int) -> Tensor:

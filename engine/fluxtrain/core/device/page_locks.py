@@ -107,14 +107,15 @@ class PageLocks:
         return None if found is None else found()
 
     def _start_of(self, memory: Tensor) -> int | None:
-        """Return the address of the locked range that `memory` is in; None if there is none."""
+        """Return the address of the locked range that all of `memory` is in, if there is one."""
         address, starts = (
             memory.data_ptr(),
             self._starts[:],
         )  # a copy: the collector may free a range meanwhile
         before = bisect.bisect_right(starts, address)
         start = starts[before - 1] if before else address
-        return start if start <= address < start + self._sizes.get(start, 0) else None
+        end = start + self._sizes.get(start, 0)
+        return start if start <= address < end and address + memory.nbytes <= end else None
 
     def _refused(self, size_bytes: int) -> bool:
         """Count a refusal; True when it is the first."""

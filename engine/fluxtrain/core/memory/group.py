@@ -122,10 +122,12 @@ class Group(GroupLayout):
         """Return the ranges of its tensors that this process is home to; None: it has all."""
         return None if self._shares is None or self._shares.ended else self._shares
 
-    def share_out(self, shares: Shares) -> None:
-        """Leave the other ranges to other processes."""
+    def share_out(self, shares: Shares, *, pin: bool) -> None:
+        """Leave the other ranges to other processes. pin: lock its own ones in memory."""
         self._shares = shares
         self.memory.forget_others(shares)
+        if pin:
+            self.memory.lock_own(shares)
 
     def spans(self, stop: int) -> list[tuple[int, int]]:
         """Return the ranges of bytes of the weights before `stop` that are at home here."""

@@ -85,6 +85,7 @@ class GroupMemory:
         self._in_files = layout.file_segments
         self._device = device
         self._arenas: dict[Kind, list[HostArena]] = {kind: [] for kind in KINDS}
+        self._locks_of: Shares | None = None  # whose ranges alone are locked in memory
 
     @property
     def _trained(self) -> list[Segment]:
@@ -256,13 +257,26 @@ class GroupMemory:
                 for start, stop in shares.others(flat, segment.stored[1]):
                     any(arena.forget_within(flat, start, stop) for arena in arenas)
 
+    def lock_own(self, shares: Shares) -> None:
+        """Page-lock the weights that this process is home to; gradients too, once they are made."""
+        self._locks_of = shares
+        (arena,) = self._arenas["weights"]
+        flats = [(s.weights, s.stored[1]) for s in self._segments if s.weights is not None]
+        arena.lock_parts(part for flat, n in flats for part in shares.own_parts(flat, n))
+
     # -- gradients ---------------------------------------------------------------------------------
 
     def ensure_gradient(self) -> None:
         """Allocate the gradients' memory in each segment's dtype."""
         for segment in self._trained:
             if segment.rounded is None:
-                segment.rounded = self._allocate_one("gradients", segment.dtype, segment.elements)
+                segment.rounded = self._gradient(segment, segment.dtype)
+
+    def _gradient(self, segment: Segment, dtype: torch.dtype) -> Tensor:
+        flat = self._allocate_one("gradients", dtype, segment.elements)
+        if self._locks_of is not None:
+            self._arenas["gradients"][-1].lock_parts(self._locks_of.own_parts(flat, flat.numel()))
+        return flat
 
     @property
     def holds_gradients(self) -> bool:
@@ -299,7 +313,7 @@ class GroupMemory:
         if segment.dtype == torch.float32:
             return
         if segment.wide is None:
-            segment.wide = self._allocate_one("gradients", torch.float32, segment.elements)
+            segment.wide = self._gradient(segment, torch.float32)
         segment.is_wide = True
 
     # -- moving ------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def share_out(context: Context) -> None:
     shares = context.exchange.shares
     for group in context.groups:
         if shares is not None and is_shared(group.placement):
-            group.share_out(shares)
+            group.share_out(shares, pin=context.device.pins)
 
 
 def is_shared(row: GroupPlacement) -> bool:
