@@ -133,8 +133,9 @@ def test_every_usable_card_is_held_to_the_budget_and_others_are_not_touched(
 def test_cards_that_a_list_does_not_name_are_not_touched(
     monkeypatch: pytest.MonkeyPatch, run_config: MakeConfig
 ) -> None:
-    asked: list[int] = []
+    asked, freed = list[int](), list[torch.device]()
     fake_cuda(monkeypatch, (card(0), card(1), card(2)))
+    monkeypatch.setattr(planning, "free_memory", freed.append)
     monkeypatch.setattr(
         torch.cuda, "mem_get_info", lambda index: (asked.append(index), (GIB, GIB))[1]
     )
@@ -147,7 +148,7 @@ def test_cards_that_a_list_does_not_name_are_not_touched(
     monkeypatch.setattr(planning, "_product_s", lambda index: asked.append(index) or 1e-3)
     first = Rates(has_gpu=True, matmul_per_s=1e14, adamw_per_s=1e9, h2d_bytes_per_s=5e10)
     assert planning.rates_of_cards(found, first).cards == (first,) * 3
-    assert asked == [1, 1]
+    assert asked == [1, 1] and freed == [torch.device("cuda", 1)]
 
 
 def test_a_card_without_bf16_computes_where_the_run_is_in_float16(

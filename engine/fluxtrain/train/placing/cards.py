@@ -18,6 +18,7 @@ from fluxtrain.machine.seen_cards import BF16_CAPABILITY, cards_seen, of_one_gen
 from fluxtrain.measure.probe.bandwidth import matmul_rate
 from fluxtrain.measure.probe.cards import peer_rate
 from fluxtrain.measure.probe.probe import known_rates
+from fluxtrain.measure.small_model import free_memory
 from fluxtrain.plan.capacity import CardCapacity, CardsCapacity
 from fluxtrain.plan.rates import (
     BF16_UPDATE_BYTES,
@@ -179,6 +180,8 @@ def rates_of_cards(
         and {source, target} <= set(usable)
         and (rate := _peer_bytes_per_s(source, target)) is not None
     }
+    for index in usable:  # what was multiplied and copied is no memory of the run
+        free_memory(torch.device("cuda", index))
     return CardsRates(
         cards=tuple(_as_long(first, factor) for factor in times),
         peers=peers,
