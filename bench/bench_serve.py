@@ -19,26 +19,26 @@ from fluxtrain.events.answers.generation import Answered, Ask, Ready, read_event
 PROMPT = "Write down what comes to your mind about rivers, and do not stop. "
 
 
-async def asked(model: str, options: list[str], rows: int, tokens: int) -> float:
-    """Return the tokens a second of `rows` questions that are asked for at once."""
+async def asked(model: str, options: list[str], counts: list[int], tokens: int) -> dict[int, float]:
+    """Return the tokens a second of each number of questions that are asked for at once."""
     talk = await Talk.begin(model, *options)
-    answers: list[Answered] = []
-    begun_s = 0.0
-    async for event in talk.events():
-        if isinstance(event, Ready):
-            begun_s = time.perf_counter()
-            for number in range(rows):
-                prompt = f"{PROMPT}{number}"
-                await talk.ask(
-                    Ask(id=str(number), prompt=prompt, max_new_tokens=tokens, temperature=0)
-                )
-        elif isinstance(event, Answered):
-            answers.append(event)
-            if len(answers) == rows:
-                break
-    taken_s = time.perf_counter() - begun_s
+    events = talk.events()
+    while not isinstance(await anext(events), Ready):
+        pass
+    rates: dict[int, float] = {}
+    for rows in counts:
+        begun_s, answers = time.perf_counter(), list[Answered]()
+        for number in range(rows):
+            prompt = f"{PROMPT}{number}"
+            await talk.ask(
+                Ask(id=f"{rows}-{number}", prompt=prompt, max_new_tokens=tokens, temperature=0)
+            )
+        while len(answers) < rows:
+            if isinstance(event := await anext(events), Answered):
+                answers.append(event)
+        rates[rows] = sum(one.tokens for one in answers) / (time.perf_counter() - begun_s)
     await talk.close()
-    return sum(one.tokens for one in answers) / taken_s
+    return rates
 
 
 def from_file(model: str, options: list[str], rows: int, tokens: int) -> float:
@@ -62,10 +62,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32)
     given, options = parser.parse_known_args(sys.argv[1:])
     print(f"{'rows':>5} {'asked, tokens/s':>16} {'file, tokens/s':>15}")
-    for rows in map(int, given.rows.split(",")):
-        served = asyncio.run(asked(given.model, options, rows, given.tokens))
+    counts = [int(rows) for rows in given.rows.split(",")]
+    served = asyncio.run(asked(given.model, options, counts, given.tokens))
+    for rows in counts:
         read = from_file(given.model, options, rows, given.tokens)
-        print(f"{rows:>5} {served:>16.2f} {read:>15.2f}", flush=True)
+        print(f"{rows:>5} {served[rows]:>16.2f} {read:>15.2f}", flush=True)
 
 
 if __name__ == "__main__":
