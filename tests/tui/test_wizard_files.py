@@ -52,7 +52,7 @@ def test_a_model_folder_is_described_from_its_headers(tmp_path: Path) -> None:
     assert facts["blocks"] == "3 of width 16"
     assert facts["weights"] == "bfloat16, 1.50 KiB"
     assert facts["context"] == "2,048 tokens"
-    assert facts["licence"] == "apache-2.0"
+    assert facts["license"] == "apache-2.0"
 
 
 def test_the_language_part_of_a_composed_model_is_described(tmp_path: Path) -> None:

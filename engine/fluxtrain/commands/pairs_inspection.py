@@ -16,7 +16,7 @@ from fluxtrain.files.cache import cache_root
 from fluxtrain.methods.image.method import read_data
 from fluxtrain.methods.image.task import row_tokens
 from fluxtrain.models.pipeline import open_pipeline
-from fluxtrain.models.pipeline_files import stated_licence
+from fluxtrain.models.pipeline_files import stated_license
 
 SHOWN = 8  # pairs
 _SIDE = 192  # pixels of a picture on the sheet, at most
@@ -53,7 +53,7 @@ def inspect_pairs(config: RunConfig, whole: bool = False) -> PairsInspectionAnsw
 
 def license_of(folder: Path) -> str:
     """Return the license that a model's folder states, with what it means for FLUX.1 [dev]."""
-    named = stated_licence(folder)
+    named = stated_license(folder)
     if named and "non-commercial" in named:
         return f"{named}: no commercial use of the model, nor of what is trained from it"
     return named or "not stated in the folder; FLUX.1 Kontext [dev] is for non-commercial use"

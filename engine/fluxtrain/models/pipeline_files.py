@@ -62,8 +62,8 @@ def weights_of(folder: Path) -> tuple[Path, ...]:
     return tuple(file for file in files if not named or file.name in named)
 
 
-def stated_licence(folder: Path) -> str | None:
-    """Return the licence that the front matter of a model's card names."""
+def stated_license(folder: Path) -> str | None:
+    """Return the license that the front matter of a model's card names."""
     try:
         with open_plain(folder / "README.md", follow=True) as card:
             head = card.read(_CARD_BYTES).decode("utf-8", "replace")

@@ -23,7 +23,7 @@ from fluxtrain.models.model_files import (
     is_pipeline,
     safetensors_header,
 )
-from fluxtrain.models.pipeline_files import check_pipeline, stated_licence
+from fluxtrain.models.pipeline_files import check_pipeline, stated_license
 from fluxtrain.units import bytes_text, count_text
 from fluxtui.home import expanded, home_folder
 from fluxtui.words import counted
@@ -40,7 +40,7 @@ class ModelDescription:
     blocks: int | None
     hidden: int | None
     context: int | None
-    licence: str | None
+    license: str | None
     warnings: tuple[str, ...] = ()
 
     def rows(self) -> tuple[tuple[str, str], ...]:
@@ -53,7 +53,7 @@ class ModelDescription:
             ("blocks", f"{self.blocks}{width}" if self.blocks else ""),
             ("weights", weights),
             ("context", counted(self.context, "token") if self.context else ""),
-            ("licence", self.licence or "not stated"),
+            ("license", self.license or "not stated"),
         )
         return tuple((name, value) for name, value in rows if value)
 
@@ -99,7 +99,7 @@ def _facts(folder: Path, files: ModelFiles) -> ModelDescription:
         blocks=_first_int(shape, "num_hidden_layers", "n_layer", "num_layers"),
         hidden=_first_int(shape, "hidden_size", "n_embd", "d_model"),
         context=_first_int(shape, "max_position_embeddings", "n_positions", "n_ctx"),
-        licence=str(config.get("license") or "") or stated_licence(folder),
+        license=str(config.get("license") or "") or stated_license(folder),
         warnings=_warnings(files),
     )
 
@@ -120,7 +120,7 @@ def _pipeline_facts(folder: Path) -> ModelDescription:
         blocks=sum(count for count in blocks if isinstance(count, int)) or None,
         hidden=heads * size if isinstance(heads, int) and isinstance(size, int) else None,
         context=None,
-        licence=stated_licence(folder),
+        license=stated_license(folder),
     )
 
 

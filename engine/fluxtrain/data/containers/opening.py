@@ -84,7 +84,7 @@ def suffix_of(path: Path) -> str:
 
 
 def is_about_data(path: Path) -> bool:
-    """Return whether a file is about the data (a README, a licence, a description) instead of
+    """Return whether a file is about the data (a README, a license, a description) instead of
     data."""
     name = path.name.lower()
     return name in _ABOUT_FILES or name.partition(".")[0].startswith(_ABOUT_NAMES)

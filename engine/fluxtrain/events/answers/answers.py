@@ -124,7 +124,7 @@ class PairsInspectionAnswer(Answer, frozen=True, kw_only=True):
             ("layout", self.layout),
             ("pairs", f"{self.pairs:,} to train on, {self.held_out:,} held out: {sizes}"),
             ("a row", f"{self.sequence_length:,} tokens in the largest pair, with its prompt"),
-            ("licence", self.license),
+            ("license", self.license),
             ("sheet", self.contact_sheet),
         )
 
