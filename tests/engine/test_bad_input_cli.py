@@ -105,9 +105,6 @@ def damaged_model(folder: Path, harm: str) -> Path:
     elif harm == "wrong type":
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**config, "hidden_size": "big"}))
-    elif harm == "a folder as config":
-        (folder / "config.json").unlink()
-        (folder / "config.json").mkdir()
     return folder
 
 
@@ -118,7 +115,6 @@ def damaged_model(folder: Path, harm: str) -> Path:
         ("remote code", "trust_remote_code"),
         ("hub kernel", "somebody/kernel"),
         ("wrong type", "hidden_size"),
-        ("a folder as config", "config.json is not a file"),
     ],
 )
 def test_a_model_that_cannot_be_used_is_refused(

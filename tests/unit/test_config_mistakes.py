@@ -139,16 +139,36 @@ def test_odd_paths_are_missing_too(tmp_path: Path) -> None:
             refuse_missing_paths(validate({"data": {"path": path}}))
 
 
-def test_a_missing_path_is_said_before_torch_is_there() -> None:
+def test_paths_without_model_or_data_are_said_before_torch_is_there(tmp_path: Path) -> None:
+    (tmp_path / "w.gguf").touch()
+    (tmp_path / "m" / "config.json").mkdir(parents=True)
+    told = {
+        "model.path=./nope": "./nope does not exist in ",
+        "model.path=.": ". holds GGUF files, which are for inference",
+        "model.path=./m": "m/config.json is not a file",
+        "model.path=w.gguf": "w.gguf is a file: name the folder that holds config.json",
+        "data.path=./nope": "./nope does not exist in ",
+        "data.path=./*.csv": "data.path ./*.csv matches no file",
+        "data.path=.": ". holds no file that can be read (.gguf)",
+    }
     code = (
         "import sys, fluxtrain.cli as cli\n"
-        "try: cli._named_config('plan', None, True, ['model.path=./nope'])\n"
-        "except Exception as error: print(error)\n"
+        "for setting in sys.argv[1:]:\n"
+        "    try: cli._named_config('plan', None, True, [setting])\n"
+        "    except cli.FluxTrainError as error: print(error)\n"
         "print('torch' in sys.modules, 'transformers' in sys.modules)"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.splitlines()[-1] == "False False"
-    assert out.stdout.startswith("./nope does not exist in ")
+    out = subprocess.run(
+        [sys.executable, "-c", code, *told],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+    )
+    *lines, imported = out.stdout.splitlines()
+    assert imported == "False False"
+    for line, words in zip(lines, told.values(), strict=True):
+        assert line.startswith(words)
 
 
 @pytest.mark.parametrize(

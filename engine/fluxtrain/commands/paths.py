@@ -1,5 +1,5 @@
-"""Refuse paths that are not there, as soon as a configuration is read: before a hub is asked, and
-before anything is imported that takes seconds. Standard library only."""
+"""Refuse paths that are not there, or hold no model or data, as soon as a configuration is read:
+before a hub is asked, and before anything is imported that takes seconds. Standard library only."""
 
 from __future__ import annotations
 
@@ -12,36 +12,48 @@ from pathlib import Path
 
 from fluxtrain.config.data_settings import DataEntry, DataPath
 from fluxtrain.config.schema import RunConfig
+from fluxtrain.data.reading.files import files_of
 from fluxtrain.errors import BadInput, brief
-from fluxtrain.models.model_files import IMAGE_DEMO, is_local
+from fluxtrain.models.model_files import IMAGE_DEMO, is_local, is_pipeline, model_config
 
 DEMO = "demo"
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://", re.I)
 
 
 def refuse_missing_paths(config: RunConfig) -> None:
-    """Raise BadInput that names every path of `config` that does not exist, with the nearest."""
+    """Raise BadInput that names every path of `config` that does not exist, with the nearest; else
+    as reading them does: for a folder without config.json, a pattern that matches no file."""
     missing = list(_missing(config))
     if missing:
         raise BadInput("; ".join(missing))
+    model = config.model.path
+    if model != DEMO:
+        if is_pipeline(model) or not _exists(model):
+            return
+        model_config(Path(model).expanduser())
+    for key, address in _local_data(config):
+        files_of(address, key)
 
 
 def _missing(config: RunConfig) -> Iterator[str]:
     model = config.model.path
     if model != DEMO and is_local(model) and not _exists(model):
         yield _told(model, "model.path")
-    for key, path in (
-        ("data.path", config.data.path),
-        ("data.held_out_path", config.data.held_out_path),
-    ):
-        for address in addresses(path):
-            made = address in (DEMO, IMAGE_DEMO) and key == "data.path"
-            if made or is_address(address):
-                continue
-            if not _exists(address) and not glob.has_magic(address):
-                yield _told(address, key)
+    for key, address in _local_data(config):
+        if not _exists(address) and not glob.has_magic(address):
+            yield _told(address, key)
     if isinstance(config.samples.prompts, str) and not _exists(config.samples.prompts):
         yield _told(config.samples.prompts, "samples.prompts")
+
+
+def _local_data(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield every path on this machine that the data is read from, with its setting."""
+    data = config.data
+    for key, path in (("data.path", data.path), ("data.held_out_path", data.held_out_path)):
+        for address in addresses(path):
+            made = address in (DEMO, IMAGE_DEMO) and key == "data.path"
+            if not made and not is_address(address):
+                yield key, address
 
 
 def is_address(path: str) -> bool:

@@ -114,8 +114,6 @@ def check_model_folder(folder: Path, trust_remote_code: bool = False) -> ModelFi
     Raises BadInput naming the file and the cure: no config.json, no tokenizer, code of its own,
     quantised weights, a missing, truncated or damaged shard.
     """
-    if not folder.is_dir():
-        raise BadInput(f"{folder} is a file: name the folder that holds config.json")
     config = model_config(folder)
     _refuse_remote_code(folder, config, trust_remote_code)
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
@@ -216,6 +214,8 @@ def model_config(folder: Path) -> dict[str, Any]:
 
     Raises BadInput if it is missing or damaged, of quantised weights or of impossible sizes.
     """
+    if not folder.is_dir():
+        raise BadInput(f"{folder} is a file: name the folder that holds config.json")
     refuse_foreign(folder)
     path = folder / "config.json"
     if not path.exists():
