@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import resource
+import sys
 import time
 import zlib
 from dataclasses import replace
@@ -48,7 +49,8 @@ from fluxtrain.train.placing.cards import hold_to_budget
 from fluxtrain.units import GIB
 
 PEERS = ("ddp", "ddp-4bit", "fsdp")
-WORDS, GUIDED = 512, {"in_channels": 64, "guidance_embeds": True, "patch_size": 1}
+WORDS = {"kontext": 512, "tiny": 32}
+GUIDED = {"in_channels": 64, "guidance_embeds": True, "patch_size": 1}
 SHAPES: dict[str, dict[str, Any]] = {
     "kontext": {
         "num_layers": 19, "num_single_layers": 38, "attention_head_dim": 128,
@@ -99,7 +101,7 @@ def batch(asked: argparse.Namespace, rows: int) -> PairBatch:
     return PairBatch(
         target=latents[:, 0], references=latents[:, 1:],
         weights=torch.ones(rows, (side // 2) ** 2),
-        words=torch.randn(rows, WORDS, shape["joint_attention_dim"]).bfloat16(),
+        words=torch.randn(rows, WORDS[asked.shape], shape["joint_attention_dim"]).bfloat16(),
         pooled=torch.randn(rows, shape["pooled_projection_dim"]).bfloat16(),
     )  # fmt: skip
 
@@ -133,7 +135,7 @@ def planned(
     model: Any, asked: argparse.Namespace, objective: FlowMatching
 ) -> tuple[Placement, dict[str, Any]]:
     """Plan as a run does, from a block that is timed now; return what is predicted, too."""
-    hidden, tokens = model.inner_dim, WORDS + 2 * (asked.size // 16) ** 2
+    hidden, tokens = model.inner_dim, WORDS[asked.shape] + 2 * (asked.size // 16) ** 2
     row = RowFacts(
         hidden=hidden, vocabulary=0, sequence_length=tokens, dtype_bytes=2,
         activation_bytes=activation_estimate(hidden, 4 * hidden, tokens, 2),
@@ -215,11 +217,11 @@ def memory(asked: argparse.Namespace) -> dict[str, Any]:
     return {name: [gib for one in every for gib in one[name]] for name in mine}
 
 
-def text(row: dict[str, Any]) -> str:
-    """Return the row as JSON, with four digits behind each point."""
-    return json.dumps(
-        json.loads(json.dumps(row), parse_float=lambda digits: round(float(digits), 4))
-    )
+def tell(row: dict[str, Any]) -> None:
+    """Print the row as a line of JSON, with four digits behind each point, in one piece: several
+    processes may tell that they do not fit."""
+    plain = json.loads(json.dumps(row), parse_float=lambda digits: round(float(digits), 4))
+    os.write(sys.stdout.fileno(), f"{json.dumps(plain)}\n".encode())
 
 
 def options() -> argparse.Namespace:
@@ -253,12 +255,12 @@ def main() -> None:
     try:
         for told in measured(asked):
             if asked.rank_here == 0:
-                print(text(row | told), flush=True)
+                tell(row | told)
     except (torch.OutOfMemoryError, DoesNotFit) as error:
         asked.fits = False  # others may have memory left, and wait for this process
         told = {**asked.tried, "process": asked.rank_here, "fits": False, **memory(asked)}
         told["error"] = " ".join(str(error).split())[:300]
-        print(text(row | told), flush=True)
+        tell(row | told)
         os._exit(3)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
