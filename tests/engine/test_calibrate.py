@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -169,15 +170,64 @@ def test_a_block_whose_kernels_are_tuned_for_long_is_not_timed_to_the_end(
     assert calibrate(model, rows_of, torch.device("cpu"), (1, 4), steps=10_000_000).rows == (1, 4)
 
 
-def test_blocks_in_several_lists_are_told_not_guessed() -> None:
-    class TwoLists(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-            self.b = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+class Slow(nn.Module):
+    """A block whose forward pass takes these seconds, by a clock that only blocks move."""
 
-    with pytest.raises(NotCalibrated, match="2 lists"):
-        calibrate(TwoLists(), batch_of, torch.device("cpu"), (1, 2))
+    def __init__(self, seconds: float, now_s: list[float]) -> None:
+        super().__init__()
+        self.linear, self.seconds, self.now_s = nn.Linear(8, 8), seconds, now_s
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Slow:
+        return Slow(self.seconds, self.now_s)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.now_s[0] += self.seconds
+        return torch.as_tensor(self.linear(hidden))
+
+
+class TwoLists(nn.Module):
+    """Two lists of blocks, of which a batch passes the first or both."""
+
+    def __init__(self, now_s: list[float], passed: int) -> None:
+        super().__init__()
+        self.a = nn.ModuleList(Slow(0.01, now_s) for _ in range(3))
+        self.b = nn.ModuleList(Slow(0.03, now_s) for _ in range(4))
+        self.passed = passed
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = hidden.clone()
+        for block in chain(*(self.a, self.b)[: self.passed]):
+            hidden = block(hidden)
+        return hidden.square().mean()
+
+
+class Squares:
+    """The objective of `TwoLists`, whose batches are tensors."""
+
+    def count(self, batch: Tensor) -> int:
+        return len(batch)
+
+    rows = count
+
+    def to(self, batch: Tensor, _: torch.device) -> Tensor:
+        return batch
+
+    def loss(self, model: nn.Module, batch: Tensor, _: int) -> Tensor:
+        return torch.as_tensor(model(batch))
+
+
+def test_blocks_in_two_lists_count_as_their_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr("fluxtrain.measure.block_timing.time.perf_counter", lambda: now_s[0])
+    objective: Any = Squares()
+
+    def rows_of(rows: int) -> BoundBatch[Tensor]:
+        return BoundBatch(objective, torch.ones(rows, 8))
+
+    timed = calibrate(TwoLists(now_s, 2), rows_of, torch.device("cpu"), (1, 2))
+    assert timed.forward.at(2) == pytest.approx(0.02, rel=1e-3)
+    with pytest.raises(NotCalibrated, match="passes 2 of 4 blocks"):
+        calibrate(TwoLists(now_s, 1), rows_of, torch.device("cpu"), (1, 2))
 
 
 def test_what_was_timed_is_kept_and_used_by_plan_and_train(tiny: Tiny, machine: Machine) -> None:

@@ -32,5 +32,6 @@ def test_streamed_and_resident_runs_of_images_have_the_same_losses(
     resident = run(config, tmp_path / "resident", "placement.offload=none")
     streamed = run(config, tmp_path / "streamed", "placement.offload=max")
     assert losses(streamed) == losses(resident) != []
+    assert of(ev.Planned, resident)[0].timing != "assumed"  # blocks of both lists were timed
     assert not any(step.left_out for step in of(ev.StepFinished, resident))
     assert len(of(ev.SampleGenerated, streamed)) == 3

@@ -87,7 +87,7 @@ def _first_tensor(values: tuple[Any, ...], *, else_first: bool = False) -> Tenso
     raise NotCalibrated("no gradient reaches the input of its first block")
 
 
-COPIES = 2  # of the block: the second starts as every block but the first does
+COPIES = 2  # of each list's block: the second starts as every block but the first does
 STEPS = 8  # at one size, at most
 HEAT_S = 0.3  # of steps on a GPU that are not counted: a cool GPU clocks up to a sixth higher
 LIMIT_S = 0.4  # for the steps at one size on a GPU; the last may end later
@@ -103,9 +103,9 @@ class BlockTimes:
     seconds: dict[str, list[float]] = field(default_factory=dict)
     activation_bytes: int = 0
     edge_bytes: int = 0  # taken between the loss and the last block
-    held_bytes: int = 0  # by the device after the forward pass of both copies
+    held_bytes: int = 0  # by the device after the forward pass of all copies
     keeps: bool = False  # the copies were also run without recompute
-    kept_bytes: int = 0  # activations of both copies, without recompute
+    kept_bytes: int = 0  # activations of one copy, without recompute
 
     def add_step(self, **parts: float) -> None:
         """Add the seconds of one step, by kind of work."""
@@ -169,6 +169,7 @@ class BlockTimer:
         self._held_bytes = 0
         self._measures_memory = self._at_the_loss = False
         self._times = BlockTimes(0)
+        self._count = len(blocks)
         trained = [p for block in blocks for p in block.parameters() if p.requires_grad]
         self._updated = sum(p.numel() for p in trained)
         self._optimizer = torch.optim.AdamW(trained, lr=1e-5) if trained else None
@@ -234,7 +235,8 @@ class BlockTimer:
             for unit in self._engine.units:
                 unit.recomputes = True
         times.seconds["kept_backward"] = kept.seconds["backward"]
-        times.keeps, times.kept_bytes = True, max(0, kept.held_bytes - times.held_bytes)
+        times.keeps = True
+        times.kept_bytes = max(0, kept.held_bytes - times.held_bytes) // self._count
 
     def _run_steps(self, batch: BoundBatch[Any], heat_s: float, limit_s: float) -> None:
         """Run steps without a pause between them. Steps that the device begins after `heat_s`
@@ -282,20 +284,23 @@ class BlockTimer:
         return step
 
     def _add_to_times(self, step: _Marks) -> None:
-        """Add a finished step to the times of its size."""
+        """Add a finished step to the times of its size. Raises NotCalibrated where it passed fewer
+        blocks than there are."""
+        if (passed := len(step.passed["enters"])) < self._count:
+            raise NotCalibrated(f"a batch passes {passed} of {self._count} blocks of its lists")
         forward_s = self._between(step, "enters", "leaves")
         backward_s = self._between(step, "backward enters", "backward leaves")
         host_s = step.host_between("enters", "leaves") if self._on_gpu else 0.0
         host_backward_s = step.host_between("backward enters", "backward leaves")
         self._times.add_step(
-            forward=forward_s / COPIES,
-            backward=backward_s / COPIES,
-            host_forward=host_s / COPIES,
-            host=(host_s + host_backward_s) / COPIES if self._on_gpu else 0.0,
+            forward=forward_s / self._count,
+            backward=backward_s / self._count,
+            host_forward=host_s / self._count,
+            host=(host_s + host_backward_s) / self._count if self._on_gpu else 0.0,
             outside_forward=max(0.0, self._between(step, "start", "loss") - forward_s),
             outside_backward=max(0.0, self._between(step, "loss", "backward") - backward_s),
             host_outside=step.host_between("start", "backward") - host_s - host_backward_s,
-            host_update=step.host_between("clipped", "updated") / COPIES,
+            host_update=step.host_between("clipped", "updated") / self._count,
             update=self._between(step, "backward", "updated") / max(1, self._updated),
             whole=self._between(step, "start", "backward"),
         )

@@ -1,8 +1,9 @@
 """Time one block of a model for the planner, with real rows, before a training.
 
-A small model (the edges of the model and two copies of one block) runs through the engine as the
-run will. All of it is on the device, so that no copy is in the times. Where that is too much
-(embedding and head can be larger than many blocks) the edges stream, and their copies are hidden.
+A small model (the edges of the model and two copies of a block of each list, all of which count as
+their mean) runs through the engine as the run will. All of it is on the device, so that no copy is
+in the times. Where that is too much (embedding and head can be larger than many blocks) the edges
+stream, and their copies are hidden.
 
 Three sizes are timed: few rows, many rows at once, and the many rows in chunks of the few. The last
 two are the same work, so their difference is the cost of a chunk besides its rows: gradients are
@@ -116,8 +117,8 @@ def calibrate(  # noqa: PLR0913 - each is a choice of its own
     `batch_of` gives real rows. `heavier_of` gives rows whose activations may take more memory, None
     where the usual rows do already. Their memory counts but not their time, as they may be few.
 
-    Raises NotCalibrated with the reason: blocks in several lists, too little memory for the small
-    model, too much time, or a loss that is not finite.
+    Raises NotCalibrated with the reason: a list of blocks that a batch does not pass, too little
+    memory for the small model, too much time, or a loss that is not finite.
     """
     started_s, before = time.monotonic(), read_use()
     process = psutil.Process()
@@ -174,7 +175,7 @@ def _lines(timed: _Timed) -> dict[str, Any]:
         "activation_bytes": round(of_batches(lambda times: float(times.activation_bytes)).slope),
         "edge_bytes": round(of_batches(lambda times: float(times.edge_bytes)).slope),
         "kept_backward": of_chunks("kept_backward") if keeps else None,
-        "kept_bytes": many.kept_bytes // (COPIES * many.rows) if keeps else None,
+        "kept_bytes": many.kept_bytes // many.rows if keeps else None,
     }
 
 
@@ -267,8 +268,9 @@ class _Setup:
         how: dict[str, Any] = {"states": self.states, "frozen": self.frozen}
         if self.edges == "device":
             return wrapped(small, device, "none", max(self.rows), **how)
+        count = len(take_apart(small).blocks)
         how["placement"] = PlacementRequest(
-            device_groups=COPIES, device_first="blocks", embedding="whole", head="whole"
+            device_groups=count, device_first="blocks", embedding="whole", head="whole"
         )
         return wrapped(small, device, "weights", max(self.rows), **how)
 

@@ -1,4 +1,5 @@
-"""Build and wrap a small model: the edges of a model and some copies of its middle block."""
+"""Build and wrap a small model: the edges of a model and some copies of the middle block of each
+list of blocks."""
 
 from __future__ import annotations
 
@@ -34,24 +35,32 @@ def middle_block(model: nn.Module) -> nn.Module:
 
 
 def make_small_model(
-    model: nn.Module, copies: int, *, blocks: torch.device, edges: torch.device
+    model: nn.Module,
+    copies: int,
+    *,
+    blocks: torch.device,
+    edges: torch.device,
+    every_list: bool = True,
 ) -> nn.Module:
-    """Copy `model` with only `copies` copies of its middle block as its blocks.
+    """Copy `model` with only `copies` copies of the middle block of each list as its blocks.
 
-    The blocks are placed on the device `blocks`, all other modules on the device `edges`.
-    Raises NotCalibrated when the blocks of `model` stand in several lists.
+    The blocks are placed on the device `blocks`, all other modules on the device `edges`. Without
+    `every_list` the lists that the model's middle block is not in are empty.
     """
-    parts = take_apart(model)
-    lists = {name.rpartition(".")[0] for name, _ in parts.blocks}
-    if len(lists) != 1:
-        raise NotCalibrated(f"its blocks stand in {len(lists)} lists")
-    listed = model.get_submodule(lists.pop())
-    block = middle_block(model)
-    copied = [copy.deepcopy(block, _on(blocks, block.parameters())) for _ in range(copies)]
-    short = nn.Sequential(*copied) if isinstance(listed, nn.Sequential) else nn.ModuleList(copied)
-    inside = {id(parameter) for parameter in listed.parameters()}
+    middle, lists = middle_block(model), dict[str, list[nn.Module]]()
+    for name, block in take_apart(model).blocks:
+        lists.setdefault(name.rpartition(".")[0], []).append(block)
+    short: dict[int, nn.Module] = {}
+    inside: set[int] = set()
+    for name, members in lists.items():
+        listed, block = model.get_submodule(name), members[len(members) // 2]
+        count = copies if every_list or any(one is middle for one in members) else 0
+        copied = [copy.deepcopy(block, _on(blocks, block.parameters())) for _ in range(count)]
+        kind = nn.Sequential(*copied) if isinstance(listed, nn.Sequential) else None
+        short[id(listed)] = nn.ModuleList(copied) if kind is None else kind
+        inside |= {id(parameter) for parameter in listed.parameters()}
     outside = (p for p in model.parameters() if id(p) not in inside)
-    return copy.deepcopy(model, {**_on(edges, outside), id(listed): short})
+    return copy.deepcopy(model, {**_on(edges, outside), **short})
 
 
 def _on(device: torch.device, parameters: Iterable[nn.Parameter]) -> dict[int, Any]:
