@@ -18,8 +18,10 @@ from typer.testing import CliRunner
 
 from fluxtrain.cli import app
 from fluxtrain.errors import BadInput
+from fluxtrain.results import scores
 from fluxtrain.results.evaluate_tasks import SETTINGS, evaluate_tasks
 from fluxtrain.results.model_request import ModelRequest
+from fluxtrain.results.opened import open_model
 from fluxtrain.results.task_files import read_tasks
 from tests.engine.used_models import plain
 
@@ -86,6 +88,33 @@ def test_tasks_are_read_with_whole_paths_and_names_of_their_own(tmp_path: Path) 
         read_tasks(tmp_path)
     ended = CliRunner().invoke(app, ["evaluate", str(tmp_path), "data", "--tasks", str(folder)])
     assert "leave DATA" in str(ended.exception)
+
+
+@torch.no_grad()
+def test_scores_are_those_of_whole_logits(
+    model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scores, "CHUNK_BYTES", 20_000)  # a few tokens a chunk
+    base = model_folder("llama")
+    model, draw = plain(base).float(), random.Random(4)
+    requests = [
+        (None, [draw.randrange(90) for _ in range(length)], [draw.randrange(90) for _ in range(n)])
+        for length, n in ((3, 2), (9, 4), (1, 1), (7, 9))
+    ]
+    context = 10
+    likely = int(model(torch.tensor([requests[1][1]])).logits[0, -1].argmax())
+    requests += [(None, requests[1][1], [likely]), (None, requests[1][1], [5])]  # choices
+    opened = open_model(ModelRequest(named=str(base), device="cpu", dtype="fp32"), lambda _: None)
+    told = scores.Scores(opened, None, lambda _: None)
+    found = told.of(requests, context)
+    opened.close()
+    assert told.most_rows == 5 and found[4][1] and not found[5][1]
+    for (_, before, text), (score, is_likeliest) in zip(requests, found, strict=True):
+        tokens = [*before, *text][-context - 1 :]
+        steps = model(torch.tensor([tokens[:-1]])).logits[0, -len(text) :].log_softmax(-1)
+        chosen = steps.gather(1, torch.tensor(text)[:, None])
+        assert score == pytest.approx(float(chosen.sum()), abs=1e-3)
+        assert is_likeliest == (steps.argmax(-1).tolist() == text)
 
 
 @pytest.mark.slow

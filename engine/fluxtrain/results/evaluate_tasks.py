@@ -16,11 +16,10 @@ from fluxtrain.errors import BadInput
 from fluxtrain.events.answers.answers import TaskResult, TasksAnswer
 from fluxtrain.results.model_request import ModelRequest
 from fluxtrain.results.opened import OpenedModel, open_model
+from fluxtrain.results.scores import Scores
 from fluxtrain.results.task_files import read_tasks
 
-MOST_ROWS = 64
-# A batch's logits of the usual 512 tokens in fp32, which lm-eval computes whole.
-LOGITS_BYTES, USUAL_TOKENS = 1 << 30, 512
+ALL_AT_ONCE = 1 << 30  # requests that lm-eval hands over: `scored` chooses the rows of a pass
 SETTINGS = (  # of the environment, which these packages read when they are imported
     "HF_HUB_OFFLINE",
     "HF_DATASETS_OFFLINE",
@@ -38,7 +37,7 @@ def evaluate_tasks(
     Args:
         request: the model.
         folder: has lm-eval's task files and their data.
-        rows: of a batch; None: by the size of the vocabulary.
+        rows: of a pass; None: as many as `fluxtrain evaluate` takes of their length.
         tell: is called with the progress.
 
     Raises BadInput for tasks that need the hub or code, DoesNotFit, or as `open_model`.
@@ -56,15 +55,15 @@ def evaluate_tasks(
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     opened = open_model(request, tell)
     try:
-        count = rows or _rows(opened)
         model: Any = HFLM(
             pretrained=opened.model,
             tokenizer=opened.tokenizer,
-            batch_size=count,
+            batch_size=ALL_AT_ONCE,
             max_length=_context(opened),
         )
         model._device = opened.device  # of a streamed model the weights' own is no guide
-        tell(f"{len(tasks)} tasks, in batches of {count}")
+        scores = Scores(opened, rows, tell)
+        model._loglikelihood_tokens = lambda requests, **_: scores.of(requests, model.max_length)
         began_s = perf_counter()
         with _own_cache() as cache:
             for task in tasks:
@@ -87,17 +86,12 @@ def evaluate_tasks(
         base=opened.base,
         tasks=str(folder),
         results=tuple(_results(found)),
-        batch_rows=count,
+        batch_rows=scores.most_rows,
         dtype=opened.loaded.precision.dtype,
         device=opened.device.type,
         placed=opened.placed,
         seconds=seconds,
     )
-
-
-def _rows(opened: OpenedModel) -> int:
-    each = 4 * USUAL_TOKENS * opened.loaded.embedding_rows
-    return max(1, min(MOST_ROWS, LOGITS_BYTES // each))
 
 
 def _context(opened: OpenedModel) -> int | None:
