@@ -34,6 +34,7 @@ from fluxtrain.results.generation_session import (
     rows_that_fit,
 )
 
+TOGETHER_S = 0.02
 Send = Callable[[Event], None]
 Line = Ask | Stop | Mount | Unmount | Refused | None  # None: the input has ended
 
@@ -70,10 +71,14 @@ def serve(
     has_ended = False
 
     def hear() -> None:
-        """Take the lines that have come; wait for one where nothing else is to do."""
+        """Take the lines that have come; wait for one where nothing else is to do, and a moment for
+        those that come with the first, so that they share its passes."""
         nonlocal has_ended
-        while not has_ended and not (answering.is_busy and heard.empty()):
-            line = heard.get()
+        while not has_ended and not (answering.is_writing and heard.empty()):
+            try:
+                line = heard.get(timeout=TOGETHER_S if answering.is_busy else None)
+            except queue.Empty:
+                break
             has_ended = line is None
             if line is not None:
                 answering.take(line)
@@ -108,6 +113,11 @@ class _Answering:
         self._batch = AnswerBatch(session.opened, self._before_pass)
         self._waiting: list[AnswerRow] = []
         self._most: int | None = None  # rows at once, where memory has run out
+
+    @property
+    def is_writing(self) -> bool:
+        """Return whether rows are being computed."""
+        return bool(self._batch.rows)
 
     @property
     def is_busy(self) -> bool:
