@@ -102,7 +102,7 @@ class PeerLoop:
 
     def step(self, objective: FlowMatching, pairs: PairBatch) -> Tensor:
         """Train on this process's share of the pairs; return the loss of all."""
-        choose_attention(objective.tokens(pairs) // objective.count(pairs))
+        choose_attention(objective.tokens(pairs) // objective.count(pairs), causal=False)
         mine = self._share(objective._drawn(pairs))
         loss = objective._errors(self._model, mine).mean()
         loss.backward()

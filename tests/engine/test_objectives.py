@@ -23,7 +23,7 @@ from fluxtrain.events import events as ev
 from fluxtrain.events.console import line
 from fluxtrain.events.emitter import Announcer
 from fluxtrain.measure.calibrate import calibrate
-from fluxtrain.methods.objective import BoundBatch
+from fluxtrain.methods.objective import BoundBatch, choose_attention
 from fluxtrain.methods.optimizer import EngineAdamW
 from fluxtrain.methods.text_task import CausalLM
 from fluxtrain.plan.facts import Offload
@@ -219,3 +219,5 @@ def test_attention_of_cudnn_is_left_out_where_its_gradients_are_wrong(
     batch = Batch(input_ids=ids, labels=ids, position_ids=at, predicted=tokens, tokens=tokens)
     CausalLM().loss(LlamaForCausalLM(config), batch, tokens)
     assert torch.backends.cuda.cudnn_sdp_enabled() == allowed
+    choose_attention(tokens, causal=False)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()

@@ -28,13 +28,15 @@ B_co = TypeVar("B_co", covariant=True)
 _CUDNN_TILE = 128  # tokens
 
 
-def choose_attention(tokens: int) -> None:
+def choose_attention(tokens: int, *, causal: bool) -> None:
     """Let attention over rows of `tokens` use cuDNN's kernels only where their gradients are right.
 
     At some lengths that are no multiple of its tile they are wrong or not finite
-    (https://github.com/pytorch/pytorch/issues/196678); seen with torch 2.11 on an H200.
+    (https://github.com/pytorch/pytorch/issues/196678); where tokens see later ones, as those of
+    images do, 8,704 gave losses that are not finite, and accesses outside of memory. Seen with
+    torch 2.11 on an H200.
     """
-    torch.backends.cuda.enable_cudnn_sdp(tokens % _CUDNN_TILE == 0)
+    torch.backends.cuda.enable_cudnn_sdp(causal and tokens % _CUDNN_TILE == 0)
 
 
 class Objective(Protocol[B]):

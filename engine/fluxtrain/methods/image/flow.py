@@ -96,7 +96,7 @@ class FlowMatching:
 
     def loss(self, model: nn.Module, batch: PairBatch, step_count: int) -> Tensor:
         """Compute the sum of the pairs' mean square errors, divided by `step_count` pairs."""
-        choose_attention(self.tokens(batch) // self.count(batch))
+        choose_attention(self.tokens(batch) // self.count(batch), causal=False)
         return self._errors(model, self._drawn(batch)).sum() / step_count
 
     def metrics(self, model: nn.Module, batch: PairBatch) -> Mapping[str, float]:
