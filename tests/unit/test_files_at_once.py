@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fluxtrain.train.checkpoint.shard_file import several_at_once
+from fluxtrain.files.at_once import several_at_once
 
 
 def test_results_are_in_order_and_no_more_items_are_taken_than_threads_work() -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -24,6 +23,7 @@ from transformers.core_model_loading import (
 )
 
 from fluxtrain.models.model_files import ModelFiles, safetensors_header
+from fluxtrain.models.tensor_files import save_tensors
 
 _INDEX = "model.safetensors.index.json"
 
@@ -93,7 +93,7 @@ def add_tensors(folder: Path, tensors: Mapping[str, Tensor], shard_bytes: int) -
         places |= dict.fromkeys(safetensors_header(path), name)
         path.rename(folder / name)
     for part, name in zip(parts, numbered[len(shards) :], strict=True):
-        save_file(part, folder / name, metadata={"format": "pt"})
+        save_tensors(part, folder / name)
         places |= dict.fromkeys(part, name)
     size = sum((folder / name).stat().st_size for name in numbered)
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}

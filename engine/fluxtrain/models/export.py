@@ -19,6 +19,7 @@ from transformers import (
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    modeling_utils,
 )
 
 from fluxtrain.errors import BadInput, FluxTrainError, NoSpace, system_error
@@ -29,9 +30,8 @@ from fluxtrain.models.beside import CONFIG, GENERATION, TOKENIZER, Beside, write
 from fluxtrain.models.carried import add_tensors
 from fluxtrain.models.loading import LoadedModel
 from fluxtrain.models.quiet import quiet_transformers
+from fluxtrain.models.tensor_files import SHARD_BYTES, save_tensors
 from fluxtrain.units import bytes_text
-
-SHARD_BYTES = 4_000_000_000  # parts that live on a GPU are on the host while they are written
 
 
 def save_model(
@@ -71,14 +71,17 @@ def try_saving_model(
 
 def _save_pretrained(model: PreTrainedModel, folder: Path, **options: Any) -> None:
     """Save with transformers, which refuses doubtful generation settings: they are written apart,
-    so it gets some that are beyond doubt."""
+    so it gets some that are beyond doubt. It lays out the files, and `save_tensors` writes them."""
     known = getattr(model, "generation_config", None)
     if known is not None:
         model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
+    library: Any = modeling_utils
+    save_file, library.safe_save_file = library.safe_save_file, save_tensors
     try:
         with quiet_transformers():
             model.save_pretrained(folder, **options)
     finally:
+        library.safe_save_file = save_file
         if known is not None:
             model.generation_config = known
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from fluxtrain.errors import BadInput, Disagrees
@@ -24,6 +24,7 @@ from fluxtrain.models.model_files import IMAGE_DEMO, safetensors_header
 from fluxtrain.models.pipeline_files import PipelineFolder, check_pipeline
 from fluxtrain.models.precision import choose_dtype
 from fluxtrain.models.quiet import quiet_diffusers
+from fluxtrain.models.tensor_files import OF_TORCH, save_tensors
 
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 
@@ -113,7 +114,7 @@ def _check_shapes(folder: Path, model: nn.Module, headers: dict[Path, dict[str, 
 
 def save_compared(tensors: dict[str, torch.Tensor], path: Path, **metadata: str) -> None:
     """Write a file, read it again and compare. Raises Disagrees where they differ."""
-    save_file(tensors, path, metadata={"format": "pt", **metadata})
+    save_tensors(tensors, path, {**OF_TORCH, **metadata})
     again = load_file(path)
     for name, tensor in tensors.items():
         if not torch.equal(again[name], tensor):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -22,12 +22,11 @@ from fluxtrain.models.beside import (
     untied,
 )
 from fluxtrain.models.spelling import model_in_both
+from fluxtrain.models.tensor_files import SHARD_BYTES, PlannedTensor, planned_shards, write_model
 from fluxtrain.results.adapter.attached import Attached
 from fluxtrain.results.export.agreement import RoundedWeight, rounded_weight
 from fluxtrain.results.export.base_files import BaseFiles, TrainedBase
-from fluxtrain.train.checkpoint.shard_file import PlannedTensor, headed
 
-SHARD_BYTES = 4_000_000_000
 _OF_TRAINING = (TEMPLATE, "generation_config.json")  # better than the base's
 _WEIGHT_SUFFIXES = (
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx",
@@ -206,53 +205,3 @@ def _write_config(folder: Path, config: Mapping[str, Any], dtype: str, is_untied
     made = model_in_both(made, {}, dtype)
     text = json.dumps(made, indent=2, ensure_ascii=False) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
-
-
-_PIECE_BYTES = 16 << 20
-
-
-def planned_shards(tensors: Iterable[PlannedTensor], most_bytes: int) -> list[list[PlannedTensor]]:
-    """Cut the tensors, in their order, into shards of at most `most_bytes`; a larger tensor is one
-    shard."""
-    shards: list[list[PlannedTensor]] = [[]]
-    size = 0
-    for tensor in tensors:
-        if shards[-1] and size + tensor.size_bytes > most_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(tensor)
-        size += tensor.size_bytes
-    return shards
-
-
-def write_model(
-    folder: Path, shards: list[list[PlannedTensor]], make: Callable[[PlannedTensor], Tensor]
-) -> None:
-    """Write the shards into `folder` under transformers' names, with an index where they are
-    several. `make` returns a tensor when it is its turn."""
-    if len(shards) == 1:
-        _write(folder / "model.safetensors", shards[0], make)
-        return
-    places: dict[str, str] = {}
-    for number, tensors in enumerate(shards, 1):
-        name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        _write(folder / name, tensors, make)
-        places |= {tensor.name: name for tensor in tensors}
-    total = sum(tensor.size_bytes for tensors in shards for tensor in tensors)
-    index = {"metadata": {"total_size": total}, "weight_map": places}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _write(
-    path: Path, tensors: list[PlannedTensor], make: Callable[[PlannedTensor], Tensor]
-) -> None:
-    ordered, header = headed(tensors, format="pt")
-    with path.open("xb") as file:
-        file.write(header)
-        for tensor in ordered:
-            made = make(tensor).detach()
-            assert made.dtype == tensor.dtype and tuple(made.shape) == tensor.shape, tensor.name
-            raw = made.contiguous().reshape(-1).view(torch.uint8).numpy()
-            for start in range(0, len(raw), _PIECE_BYTES):
-                file.write(raw[start : start + _PIECE_BYTES].data)
-            del made, raw

@@ -29,6 +29,7 @@ from torch import Tensor
 import fluxtrain
 from fluxtrain.errors import TooNew
 from fluxtrain.events.run_folder.own_files import of_checkpoint, open_folder, visit
+from fluxtrain.files.at_once import several_at_once
 from fluxtrain.files.atomic import storage_error, sync
 from fluxtrain.files.cache import Damaged
 from fluxtrain.files.opening import is_plain_folder, kind_of, open_plain, read_again, read_plain
@@ -37,7 +38,6 @@ from fluxtrain.train.checkpoint.shard_file import (
     WrittenFile,
     hash_file,
     read_tensors,
-    several_at_once,
     write_json,
     write_tensors,
 )

@@ -2,7 +2,7 @@
 
 Several files are written or read at once, as one thread that hashes is slower than a disk; hashing,
 reading and writing do not hold the GIL. The library's own `save_file` holds it, and a hash would
-read the file again. Format: https://github.com/huggingface/safetensors#format
+read the file again.
 """
 
 from __future__ import annotations
@@ -10,14 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import threading
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import count
-from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 import torch
 from safetensors.torch import load_file
@@ -25,20 +21,8 @@ from torch import Tensor
 
 from fluxtrain.core.memory.states_on_disk import OnDisk
 from fluxtrain.files.opening import open_plain
+from fluxtrain.models.tensor_files import headed, planned_of
 
-DTYPE_NAMES = {  # of dtypes in a safetensors header
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 _PIECE_BYTES = 4 << 20
 
 
@@ -48,38 +32,6 @@ class WrittenFile:
 
     bytes: int
     sha256: str
-
-
-@dataclass(frozen=True)
-class PlannedTensor:
-    """A tensor that will be written."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def size_bytes(self) -> int:
-        """Count its bytes."""
-        return prod(self.shape) * self.dtype.itemsize
-
-
-def headed(tensors: Iterable[PlannedTensor], **metadata: str) -> tuple[list[PlannedTensor], bytes]:
-    """Return the order of a file's tensors, wide dtypes first as the format wants aligned data, and
-    the bytes in front of them."""
-    ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)  # stable
-    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
-    offset = 0
-    for tensor in ordered:
-        header[tensor.name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, offset + tensor.size_bytes],
-        }
-        offset += tensor.size_bytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return ordered, len(text).to_bytes(8, "little") + text
 
 
 class HashingFile:
@@ -116,8 +68,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> WrittenFile:
     Raises:
         OSError: the disk refused; the partial file is left for the caller to remove.
     """
-    planned = [PlannedTensor(n, tensors[n].dtype, tuple(tensors[n].shape)) for n in sorted(tensors)]
-    ordered, header = headed(planned)
+    ordered, header = headed(planned_of(tensors), {})
     out = HashingFile(path)
     try:
         out.write(header)
@@ -165,52 +116,3 @@ def _write_tensor(out: HashingFile, tensor: Tensor) -> None:
     step = _PIECE_BYTES
     for start in range(0, raw.numel(), step):
         out.write(raw[start : start + step].cpu().numpy().data)
-
-
-THREADS = 4
-
-T = TypeVar("T")
-R = TypeVar("R")
-
-
-def several_at_once(
-    work: Callable[[int, T], R], items: Iterable[T], threads: int = THREADS
-) -> list[R]:
-    """Do `work` with the number of each item, from 0, and the item, on up to `threads` threads,
-    this one among them; on fewer where the system refuses one. Returns the results in order.
-
-    An item is taken from the iterable, by one thread at a time, once a thread is free for it. After
-    an error no further item is taken; the error is raised once all threads have ended.
-    """
-    lock, numbers, left = threading.Lock(), count(), iter(items)
-    results: dict[int, R] = {}
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            while not errors:
-                with lock:
-                    number, item = next(numbers), next(left)
-                results[number] = work(number, item)
-                del item  # or its memory would stay while this thread waits for the next one
-        except StopIteration:
-            return
-        except BaseException as error:  # noqa: BLE001 - raised below
-            errors.append(error)
-
-    started: list[threading.Thread] = []
-    try:
-        with suppress(RuntimeError):  # a limit of threads
-            for number in range(1, threads):
-                thread = threading.Thread(target=run, name=f"file-{number}")
-                thread.start()
-                started.append(thread)
-        run()
-        for thread in started:
-            thread.join()
-    except BaseException as error:  # a signal: the other threads take nothing more
-        errors.append(error)
-        raise
-    if errors:
-        raise errors[0]
-    return [results[number] for number in sorted(results)]

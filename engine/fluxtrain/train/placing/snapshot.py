@@ -10,10 +10,10 @@ import msgspec
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.events.answers.plan import PlanAnswer
 from fluxtrain.events.events import ChoiceMade
+from fluxtrain.files.at_once import THREADS
 from fluxtrain.plan.depths import RECORD_BYTES
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.plan.placement import Placement
-from fluxtrain.train.checkpoint.shard_file import THREADS
 from fluxtrain.units import bytes_text
 
 SHARE_OF_ROOM = 0.5  # of the host memory that the plan leaves free
