@@ -8,11 +8,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fluxtrain.errors import BadInput
 from fluxtrain.models import kernels
-from fluxtrain.models.kernels import choose_kernels
+from fluxtrain.models.kernels import choose_kernels, fuses_loss
 
 
 @pytest.fixture
@@ -55,6 +56,26 @@ def test_on_a_gpu_ligers_kernels_are_applied_without_its_losses(
     assert choose_kernels("liger", model, "cuda").because == "as set"
     assert os.environ["TRITON_CACHE_AUTOTUNING"] == "1", "what Triton tunes is kept"
     assert os.environ["LIGER_FUSED_MOE_AUTOTUNE"] == "0", "no minutes go into tuning experts"
+
+
+def test_a_sharded_model_gets_ligers_loss_where_its_head_is_plain(
+    model: LlamaForCausalLM, liger: list[dict[str, Any]]
+) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def forward(labels: Any = None, skip_logits: bool | None = None) -> None:
+        seen.append({"labels": labels, "skip_logits": skip_logits})
+
+    model.forward = forward  # type: ignore[assignment]  # as liger gives it one
+    choose_kernels("auto", model, "cuda", with_loss=True)
+    assert liger[-1]["fused_linear_cross_entropy"]
+    model(labels=1)
+    model()
+    assert [one["skip_logits"] for one in seen] == [True, False]  # prompts need logits
+    model.lm_head = nn.Sequential(model.lm_head)  # type: ignore[assignment]  # as with an adapter
+    assert not fuses_loss("auto", model) and not fuses_loss("torch", model)
+    choose_kernels("auto", model, "cuda", with_loss=True)
+    assert not liger[-1]["fused_linear_cross_entropy"]
 
 
 @pytest.mark.parametrize("wished", ["torch", "auto"])

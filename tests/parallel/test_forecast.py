@@ -66,6 +66,10 @@ def test_ranks_share_weights_gradients_and_states_and_ddp_shares_nothing() -> No
     assert four.total < 0.6 * ddp.total
     whole = rank_bytes(FACTS, sharding(activation_checkpointing=False), 1)
     assert whole.activations - four.activations == 19 * ROW.activation_bytes
+    fused = rank_bytes(replace(FACTS, fuses_loss=True), sharding(), 2)
+    logits = 1024 * 32_000 * (2 + 4 + 4)  # with their gradients, of a row
+    head = 2 * 2 * ROW.block_input_bytes + 2 * 32_000 * 2048  # of its input and weight
+    assert rank_bytes(FACTS, sharding(), 2).activations - fused.activations == 2 * logits - head
     offloaded = sharding(cpu_offload=True)
     need = rank_bytes(FACTS, offloaded, 1).footprint(offloaded, FACTS, has_gpu=True)
     assert need.arena_bytes == 4 * TRAINED

@@ -1,16 +1,20 @@
 """Uses fused kernels of liger-kernel (norm, rotary embedding, gated activation) if installed.
 
-Its own losses stay off: the head's loss is FluxTrain's. Liger's kernels round differently from the
+Its own losses stay off where blocks stream: the head's loss is FluxTrain's there. A sharded model
+has liger's, which makes no logits of all tokens. Liger's kernels round differently from the
 plain operations; its test suite states the tolerances (https://github.com/linkedin/Liger-Kernel).
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import inspect
 import os
 from importlib.metadata import PackageNotFoundError, version
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fluxtrain.errors import BadInput
@@ -31,8 +35,15 @@ class ChosenKernels(NamedTuple):
 READ_AT_IMPORT = {"TRITON_CACHE_AUTOTUNING": "1", "LIGER_FUSED_MOE_AUTOTUNE": "0"}
 
 
-def choose_kernels(wished: Kernels, model: PreTrainedModel, device: str) -> ChosenKernels:
+NOT_FUSED = ("granite",)  # families whose logits liger's loss would not scale
+
+
+def choose_kernels(
+    wished: Kernels, model: PreTrainedModel, device: str, *, with_loss: bool = False
+) -> ChosenKernels:
     """Give `model` the fastest kernels that are allowed and possible; return the choice.
+
+    with_loss: the head is computed with its loss, if liger can do that.
 
     Liger replaces functions and classes of transformers too: for every model of that family that
     the process computes or makes from then on.
@@ -45,12 +56,25 @@ def choose_kernels(wished: Kernels, model: PreTrainedModel, device: str) -> Chos
     kind = str(getattr(model.config, "model_type", "this model"))
     missing = _what_is_missing(kind, device)
     if missing is None:
-        _apply(model)
+        _apply(model, with_loss=with_loss and fuses_loss(wished, model))
         installed = f"liger-kernel {_liger_version()} is installed and knows {kind}"
         return ChosenKernels(value="liger", because="as set" if wished == "liger" else installed)
     if wished == "liger":
         raise BadInput(f"model.kernels = liger is not possible: {missing}; leave it on auto")
     return ChosenKernels(value="torch", because=missing)
+
+
+def fuses_loss(wished: Kernels, model: nn.Module) -> bool:
+    """Return whether liger would compute the head of `model` with its loss on a GPU."""
+    known: Any = model
+    kind = str(getattr(known.config, "model_type", ""))
+    if (
+        wished == "torch"
+        or kind in NOT_FUSED
+        or type(known.get_output_embeddings()) is not nn.Linear
+    ):
+        return False  # an adapter on the head would be left out
+    return _what_is_missing(kind, "cuda") is None
 
 
 def _what_is_missing(kind: str, device: str) -> str | None:
@@ -76,9 +100,19 @@ def _liger_version() -> str:
         return "of unknown version"  # put beside the program without its metadata
 
 
-def _apply(model: PreTrainedModel) -> None:
+def _apply(model: PreTrainedModel, *, with_loss: bool) -> None:
     from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
 
     _apply_liger_kernel_to_instance(
-        model=model, fused_linear_cross_entropy=False, cross_entropy=False
+        model=model, fused_linear_cross_entropy=with_loss, cross_entropy=False
     )
+    forward = model.forward
+    if not with_loss or "skip_logits" not in inspect.signature(forward).parameters:
+        return
+
+    @functools.wraps(forward)
+    def without_logits(*arguments: Any, labels: Tensor | None = None, **options: Any) -> Any:
+        """Make no logits beside a loss in evaluations either."""
+        return forward(*arguments, labels=labels, skip_logits=labels is not None, **options)
+
+    model.forward = without_logits

@@ -109,7 +109,10 @@ def rank_bytes(facts: ModelFacts, sharding: Sharding, rows: int) -> RankBytes:
         recomputes = sharding.settings.activation_checkpointing
         block = row.activation_bytes if recomputes else row.kept_bytes * len(blocks)
         logits = row.sequence_length * row.vocabulary * (compute + 2 * FP32_BYTES)  # and gradients
-        activations = rows * (row.block_input_bytes * len(blocks) + block + logits)
+        head = 0
+        if facts.fuses_loss:  # gradients of the head's input and weight, and a chunk of logits
+            logits, head = 2 * row.block_input_bytes, compute * row.vocabulary * row.hidden
+        activations = rows * (row.block_input_bytes * len(blocks) + block + logits) + head
     return RankBytes(
         parameters=(FP32_BYTES * trained + frozen) // shards,
         gradients=FP32_BYTES * trained // shards,

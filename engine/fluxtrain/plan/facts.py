@@ -290,6 +290,7 @@ class ModelFacts:
     groups_at_once: int = 1  # that one part computes with
     processes: int = 1  # that add up their gradients
     row: RowFacts | None = None
+    fuses_loss: bool = False  # on a GPU a resident head makes no logits of all tokens
     loss_bytes: int = 0  # workspace of a loss that is computed here with another card's head
 
     @cached_property

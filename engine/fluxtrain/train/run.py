@@ -157,7 +157,8 @@ class Run:
         final_model.refuse_without_evaluations(config.train, task.rows("held_out"))
         bound = None if rows is None else self._bind(rows)  # refuses a batch beyond the data
         ranks.refuse_others(_facts(config, task), SAME)
-        kernels = choose_kernels(config.model.kernels, inputs.loaded.model, device.value)
+        model, wished = inputs.loaded.model, config.model.kernels
+        kernels = choose_kernels(wished, model, device.value, with_loss=config.is_sharded)
         self._plan = _plan_of_first(self._planned_for(machine, device.value, rows), config, ranks)
         rows = ranks.of_first(self._plan.placement.batch_rows)
         self.batch_rows = rows * ranks.world  # of all of them

@@ -40,6 +40,7 @@ from fluxtrain.machine.machine import read_machine
 from fluxtrain.measure.measured_constants import Constants
 from fluxtrain.measure.probe.disk_rate import disk_rates
 from fluxtrain.methods.method import method_of, text_row
+from fluxtrain.models.kernels import fuses_loss
 from fluxtrain.models.loading import LoadedModel
 from fluxtrain.models.precision import Capability, Precision
 from fluxtrain.plan.capacity import CardsCapacity, DiskHome
@@ -127,7 +128,8 @@ def model_facts_for(config: RunConfig, model: nn.Module) -> ModelFacts:
     method = method_of(config)
     frozen = method.frozen_storage(config.method)
     row = method.row_facts(config, model)
-    found = replace(facts_of(model, config.train.states, frozen), row=row)
+    fuses = config.is_sharded and fuses_loss(config.model.kernels, model)
+    found = replace(facts_of(model, config.train.states, frozen), row=row, fuses_loss=fuses)
     name = config.train.optimizer
     if name == "adamw":
         return found

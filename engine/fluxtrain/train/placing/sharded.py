@@ -56,6 +56,7 @@ def plan_sharded(
     Raises DoesNotFit where a card, or host memory while the ranks load, is too small.
     """
     has_gpu, budget = device == "cuda", None
+    facts = replace(facts, fuses_loss=facts.fuses_loss and has_gpu)
     if has_gpu and capacity is None:
         budget = hold_to_budget(config.placement.budget_gib)
     capacity = capacity or capacity_of(machine, device)
