@@ -117,7 +117,7 @@ class Exchange:
     def add_up(self, flat: Tensor) -> None:
         """Make `flat` the sum or mean over ranks, on the thread or stream that this runs on."""
         if self._order == "fixed" and self.ranks.world > 2:  # of two, any order has the same bits
-            for piece in flat.split(_PIECE_ELEMENTS):
+            for piece in flat.view(-1).split(_PIECE_ELEMENTS):
                 self._add_in_order(piece)
         else:
             distributed.all_reduce(flat, group=self._group)
