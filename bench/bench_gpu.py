@@ -162,9 +162,9 @@ def wrapped(
         files = disk_here.BenchFiles()
         wrap_placed(model, "cuda", plan, cards=range(cards), keeping=files, **how)
         files.remove()
-    elif options.params == "shard":
+    elif options.ranks.world > 1:
         ranks, here = options.ranks, torch.device("cuda")
-        exchange = Exchange(ranks, here, order=options.order, shares=True)
+        exchange = Exchange(ranks, here, order=options.order, params=options.params)
         wrap_placed(model, "cuda", plan, exchange=exchange, **how)
     else:
         fluxtrain.wrap(model, device="cuda", cards=cards, placement=plan, overlap=True, **how)
@@ -211,7 +211,7 @@ def planned(
     if options.cards == 1:
         capacity = Capacity(device_free_bytes=budget_bytes, host_available_bytes=host_bytes)
         plan = place(facts, capacity, request, rates=known, disk=disk, spill=spill)
-        plan = options.ranks.of_first(plan)  # in `shard` all gather the same blocks
+        plan = options.ranks.of_first(plan)  # all share the same blocks
     else:
         if options.slow_card is not None:
             cards_here.plan_with_slow_card(options.cards - 1, options.slow_card)
@@ -247,7 +247,7 @@ def available(model: Qwen2ForCausalLM, options: argparse.Namespace) -> int | Non
     """Host memory (bytes) for weights and all that comes to them; the weights are there already. Of
     several processes each has its part. None: not known."""
     ranks = options.ranks
-    parts = ranks.world if options.params == "shard" else 1
+    parts = ranks.world if options.params == "shard" else ranks.local_world
     free = read_machine().memory_available_bytes
     there = sum(weight.nbytes for weight in model.parameters() if weight.device.type == "cpu")
     return None if free is None else free // ranks.local_world * parts + there

@@ -42,7 +42,8 @@ class FluxLoop:
 
     def step(self, ids: Tensor) -> Tensor:
         told = torch.zeros((), device=ids.device)
-        for rows in ids.chunk(self._passes):
+        for number, rows in enumerate(ids.chunk(self._passes), 1):
+            self.engine.exchange.last_pass = number == self._passes
             loss: Tensor = self._model(input_ids=rows, labels=rows).loss / self._passes
             if self._in_backward:
                 self.engine.begin_step_in_backward(self._optimizer, loss)

@@ -19,11 +19,14 @@ from fluxtrain.plan.request import PlacementRequest
 ROWS, LENGTH, VOCABULARY = 8, 16, 96
 
 
-def llama(layers: int = 5, tied: bool = False, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+def llama(
+    layers: int = 5, tied: bool = False, dtype: torch.dtype = torch.bfloat16, width: int = 32
+) -> nn.Module:
     torch.manual_seed(3)
     config = LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=VOCABULARY, tie_word_embeddings=tied, use_cache=False,
+        hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, vocab_size=VOCABULARY,
+        tie_word_embeddings=tied, use_cache=False,
     )  # fmt: skip
     return LlamaForCausalLM(config).to(dtype).train()
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import threading
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +19,12 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainingArguments
 
 import fluxtrain
+from fluxtrain.core.device.arena import HostArena
 from fluxtrain.core.ranks.exchange import Exchange, added
+from fluxtrain.core.wrap import wrap
 from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.errors import BadInput, MisusedModel
-from fluxtrain.plan.request import PlacementRequest
+from fluxtrain.plan.request import Params, PlacementRequest
 from tests.engine.ranks import together
 from tests.on_cards import ROWS, batch, llama
 
@@ -42,7 +47,8 @@ def rank_here() -> int | None:
 
 def model_of(kind: str) -> nn.Module:
     torch.manual_seed(3)
-    model = llama(2, tied=kind == "tied", dtype=DTYPE)
+    dtype = torch.bfloat16 if kind == "bf16" else DTYPE
+    model = llama(2, tied=kind == "tied", dtype=dtype, width=128 if kind == "bf16" else 32)
     if kind == "lora":
         torch.manual_seed(rank_here() or 0)  # adapters differ, and rank 0's are taken
         config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
@@ -57,19 +63,24 @@ def trained(kind: str, how: str = "plain", **options: Any) -> Weights:
     """The weights after a loop that a user may have written, in a rank or alone."""
     rank = rank_here()
     alone = rank is None
+    world = WORLD if alone else distributed.get_world_size()
     model = fluxtrain.wrap(model_of(kind), device="cpu", **options)
     parallel = DistributedDataParallel(model) if how in ("ddp", "no_sync") and not alone else model
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3)
     for step in range(STEPS):
-        rows = rows_of(step, rank)
+        rows = rows_of(step, rank, world)
         passes = [rows]
         if how in ("no_sync", "accumulated"):
             passes = [{k: v[one::2] for k, v in rows.items()} for one in (0, 1)]
         for place, part in enumerate(passes):
             waits = how == "no_sync" and not alone and place + 1 < len(passes)
             with parallel.no_sync() if waits else nullcontext():
-                (parallel(**part).loss / len(passes)).backward()
-        nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 0.5)
+                loss = parallel(**part).loss / len(passes)
+                if how == "in_backward":
+                    engine_of(model).begin_step_in_backward(optimizer, loss)
+                loss.backward()
+        if how != "in_backward":
+            nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 0.5)
         optimizer.step()
         optimizer.zero_grad()
     return {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -100,6 +111,70 @@ def test_ranks_have_equal_weights_and_those_of_one_process(tmp_path: Path) -> No
         moved = sum(float((alone[n] - before[n]).abs().sum()) for n in alone)
         apart = sum(float((alone[n] - first[n]).abs().sum()) for n in alone)
         assert moved and apart < 1e-3 * moved, (kind, how, apart / moved)
+
+
+def shared(cases: list[tuple[str, str, dict[str, Any]]], params: Params | None) -> list[Weights]:
+    """What `several` returns, of ranks that hold each group once in their machine's memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        share(patch, params)
+        return several(cases)
+
+
+def share(patch: pytest.MonkeyPatch, params: Params | None) -> None:
+    how = partial(Exchange, order="fixed", params=params)
+    patch.setattr(wrap, "_exchange", lambda ranks, devices: how(ranks, devices[0]))
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_weights_that_ranks_share_have_the_bits_of_those_that_each_holds(
+    tmp_path: Path, world: int
+) -> None:
+    """Each rank updates its ranges alone, and reads those of the others once they are updated."""
+    # `fluxtrain train` exchanges the last backward pass of a step alone
+    cases = [case for case in CASES if case[1] != "accumulated"]
+    cases += [("lora", "plain", {"frozen": "nf4"})]
+    cases += [("bf16", "in_backward", {})]
+    cases += [("bf16", "plain", {"states": states}) for states in ("fp32", "8bit")]
+    each = together(world, shared, tmp_path / "each", cases, None)
+    for found in together(world, shared, tmp_path / "once", cases, "full"):
+        for place, (kind, how, options) in enumerate(cases):
+            one, other = each[0][place], found[place]
+            assert all(torch.equal(one[name], other[name]) for name in one), (kind, how, options)
+
+
+def resident_bytes() -> dict[str, int]:
+    """The pages of this rank's groups after a step: those of all ranks, and its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        share(patch, "full")
+        model = fluxtrain.wrap(llama(2, width=768), device="cpu", offload="weights")
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(**rows_of(0, distributed.get_rank())).loss.backward()
+    optimizer.step()
+    engine_of(model).flush()
+    found = {"weights": 0, "state": 0, "gradients": 0}
+    for group in engine_of(model).groups:
+        for kind, arenas in group.memory._arenas.items() if group.kind == "block" else ():
+            found[kind] += sum(pages_of(arena) * mmap.PAGESIZE for arena in arenas)
+    assert "/memfd:fluxtrain (deleted)" in Path("/proc/self/maps").read_text()
+    blocks = [group for group in engine_of(model).groups if group.kind == "block"]
+    return found | {"trained": sum(group.trained_elements for group in blocks)}
+
+
+def pages_of(arena: HostArena) -> int:
+    count = -(-arena.size_bytes // mmap.PAGESIZE)
+    resident = (ctypes.c_ubyte * count)()
+    size = ctypes.c_size_t(count * mmap.PAGESIZE)
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(arena.address), size, resident) == 0
+    return sum(one & 1 for one in resident)
+
+
+def test_ranks_hold_each_group_once_in_all(tmp_path: Path) -> None:
+    """Two bytes a parameter that they share, and their parts of the other twelve."""
+    found = together(WORLD, resident_bytes, tmp_path)
+    trained = found[0]["trained"]
+    assert found[0]["weights"] == pytest.approx(2 * trained, rel=0.05)
+    assert sum(one["state"] for one in found) == pytest.approx(10 * trained, rel=0.25)  # huge pages
+    assert sum(one["gradients"] for one in found) == pytest.approx(2 * trained, rel=0.25)
 
 
 def misused() -> None:

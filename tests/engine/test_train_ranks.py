@@ -21,6 +21,7 @@ import torch
 from torch import distributed
 
 from fluxtrain.core.ranks.exchange import Exchange
+from fluxtrain.core.ranks.join import Ranks
 from fluxtrain.core.ranks.shares import Shares
 from fluxtrain.events import events as ev
 from fluxtrain.events.run_folder.run_dir import RunDir
@@ -46,6 +47,7 @@ def runs_of_two(config: Path, folder: Path) -> list[str]:
         ranks.train(config, folder / "resumed", ["train.steps=4"], "auto"),
         ranks.train(config, folder / "stopped", [*SHARED, "train.steps=2"]),
         ranks.train(config, folder / "shared", SHARED),
+        each_with_all(config, folder / "each"),
         without_memory(Exchange.begin, [8], config, folder / "again", WHOLE),
         without_memory(Shares.gather, [4, 5], config, folder / "gathered", [*SHARED, *WHOLE]),
         without_memory(Shares.gather, [5], config, folder / "measured", [*SHARED, *WHOLE]),
@@ -62,8 +64,8 @@ def test_two_ranks_are_the_run_of_one_process_and_go_on_with_it(
     one = run(config, tmp_path / "one")
     run(config, tmp_path / "resumed", "train.steps=2")
     both = ranks.together(2, runs_of_two, tmp_path / "ranks", config, tmp_path)
-    assert both[0] == both[1] and both[0][:8] == ["0"] * 8
-    uneven, other = both[0][8:]
+    assert both[0] == both[1] and both[0][:9] == ["0"] * 9
+    uneven, other = both[0][9:]
     assert "2: train.batch_rows is 3, and 2 processes share a batch evenly" in uneven
     assert "2: train.seed is 0 in rank 0 and 1 in rank 1 of 2" in other
     run(config, tmp_path / "stopped", resume="auto")
@@ -78,8 +80,10 @@ def test_two_ranks_are_the_run_of_one_process_and_go_on_with_it(
     for name in ("two", "resumed", "stopped", *lacked):
         same(tmp_path / "one", tmp_path / name)
         assert not list((tmp_path / name).glob(".seen-*"))
-    two, shared = weights(tmp_path / "two"), weights(tmp_path / "shared")
-    assert all(torch.equal(two[name], shared[name]) for name in two), "the bits of `full`"
+    each = weights(tmp_path / "each")
+    for way in ("two", "shared"):
+        found = weights(tmp_path / way)
+        assert all(torch.equal(each[name], found[name]) for name in each), way
     evaluated = [
         [e.loss for e in of(ev.EvaluationFinished, events)]
         for events in (one, told(tmp_path / "two", ev.EvaluationFinished))
@@ -89,6 +93,13 @@ def test_two_ranks_are_the_run_of_one_process_and_go_on_with_it(
     choices = {one["name"]: one["value"] for one in plan["choices"]}
     assert choices["parallel.processes"] == "2" and choices["train.batch_rows"] == "4"
     assert not (tmp_path / "other" / "checkpoints").exists()
+
+
+def each_with_all(config: Path, run_dir: Path) -> str:
+    """A run whose ranks share nothing, as where they cannot."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ranks, "may_share_memory", False)
+        return ranks.train(config, run_dir, [])
 
 
 def without_memory(

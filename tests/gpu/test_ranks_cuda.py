@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,14 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
 from fluxtrain.config.schema import RunConfig, validate
-from fluxtrain.core.ranks.join import join_launched
+from fluxtrain.core.device import page_locks
+from fluxtrain.core.ranks.exchange import Exchange
+from fluxtrain.core.ranks.join import Ranks, join_launched
+from fluxtrain.core.wrap import wrap
+from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.data.demo import demo_files
 from fluxtrain.events import events as ev
+from fluxtrain.plan.request import Params
 from fluxtrain.train.checkpoint.recovery import locate, truly_told
 from fluxtrain.train.ranks import train_as_rank
 from fluxtrain.train.run import train
@@ -48,6 +54,23 @@ def trained(parallel: bool, rows: slice) -> dict[str, torch.Tensor]:
     return {name: p.detach().cpu().clone() for name, p in wrapped.named_parameters()}
 
 
+def locked(params: Params) -> bool:
+    """Whether a block's own weights and gradients are page-locked in this rank, of shared weights
+    all."""
+    with pytest.MonkeyPatch.context() as patch:
+        how = partial(Exchange, params=params)
+        patch.setattr(wrap, "_exchange", lambda ranks, devices: how(ranks, devices[0]))
+        model = fluxtrain.wrap(llama(4, width=256), device="cuda", offload="weights", cards=1)
+    model(**batch()).loss.backward()
+    group = next(one for one in engine_of(model).groups if one.kind == "block")
+    segment, shares = group.trained[0], group.shares
+    assert shares is not None and segment.weights is not None
+    whole = shares.memory is not None and page_locks.LOCKS.holds(segment.weights)
+    own = [*shares.own_parts(segment.weights, segment.elements)]
+    own += shares.own_parts(segment.gradient, segment.elements)
+    return whole is (params == "full") and all(map(page_locks.LOCKS.holds, own))
+
+
 def rank(number: int, folder: str) -> None:
     os.environ |= {"LOCAL_RANK": str(number)}
     torch.cuda.set_device(number)
@@ -56,6 +79,7 @@ def rank(number: int, folder: str) -> None:
     )
     share = ROWS // 2
     found = [trained(ddp, slice(number * share, (number + 1) * share)) for ddp in (False, True)]
+    assert locked("full") and locked("shard")
     torch.save(found, f"{folder}/{number}")
     distributed.destroy_process_group()
 
@@ -72,6 +96,7 @@ def test_two_gpus_train_one_model_over_nccl(tmp_path: Path) -> None:
 
 RUNS: dict[str, dict[str, dict[str, Any]]] = {
     "full": {},
+    "each": {},  # each rank holds all, as where ranks cannot share memory
     "shard": {"parallel": {"params": "shard"}},
     "accumulated": {"train": {"accumulation": 2}},
     "lora": {"method": {"name": "lora", "rank": 8}},
@@ -104,7 +129,10 @@ def rank_of_runs(number: int, folder: str, port: int) -> None:
     join_launched()
     for name in RUNS:
         config, place = config_of(Path(folder) / "model", name), Path(folder) / f"two-{name}"
-        train_as_rank(config, lambda c=config, p=place: locate(None, p, c), truly_told)
+        with pytest.MonkeyPatch.context() as patch:
+            if name == "each":
+                patch.setattr(Ranks, "may_share_memory", False)
+            train_as_rank(config, lambda c=config, p=place: locate(None, p, c), truly_told)
     distributed.destroy_process_group()
 
 
@@ -122,15 +150,17 @@ def test_runs_of_two_gpus_have_the_losses_of_one(tmp_path: Path) -> None:
     multiprocessing.spawn(rank_of_runs, args=(str(tmp_path), free_port()), nprocs=2)
     for name in RUNS:
         config, place = config_of(tmp_path / "model", name), tmp_path / f"one-{name}"
-        if name != "shard":
+        if name not in ("each", "shard"):
             train(config, locate(None, place, config))
             alone = losses(told(place, ev.StepFinished))
         else:
             alone = losses(told(tmp_path / "one-full", ev.StepFinished))
         found = losses(told(tmp_path / f"two-{name}", ev.StepFinished))
         assert found == pytest.approx(alone, rel=3e-3), name
-    full, shared = weights(tmp_path / "two-full"), weights(tmp_path / "two-shard")
-    assert all(torch.equal(full[name], shared[name]) for name in full)
+    each = weights(tmp_path / "two-each")
+    for way in ("full", "shard"):
+        found = weights(tmp_path / f"two-{way}")
+        assert all(torch.equal(each[name], found[name]) for name in each), way
 
 
 def free_port() -> int:

@@ -33,6 +33,13 @@ def fresh(size_bytes: int) -> mmap.mmap:
     return memory
 
 
+def of_file(file: int, size_bytes: int, offset: int) -> mmap.mmap:
+    """Map a range of a file that other processes map, too; what one writes all see."""
+    memory = mmap.mmap(file, size_bytes, flags=mmap.MAP_SHARED, offset=offset)
+    _advise(memory, "MADV_HUGEPAGE")
+    return memory
+
+
 def touch(memory: mmap.mmap) -> bool:
     """Make the pages of a fresh mapping, which stay zero, with all of torch's threads:
     `cudaHostRegister` would make them in the calling thread alone (docs/benchmarks.md). Return

@@ -210,6 +210,7 @@ _WAYS = {
 
 DealingRule = Literal["auto", "speed", "memory", "even"]
 Dealing = DealingRule | tuple[int, ...]
+Params = Literal["full", "shard"]
 Order = Literal["fast", "fixed"]  # of the sums in the head's gradient
 
 
@@ -270,9 +271,10 @@ class ParallelRequest:
         "machines starts them itself: see docs/processes.md",
         1,
     )
-    params: Literal["full", "shard"] = _knob(
-        "of several processes each holds the blocks' weights and optimizer states whole (full), or "
-        "one part of them (shard): then uploads bring a part, and the cards gather the rest",
+    params: Params = _knob(
+        "several processes of a machine hold weights once in memory that they share, and each a "
+        "part of the optimizer states (full), or each holds a part of the blocks' weights, too, "
+        "also over machines (shard): then uploads bring a part, and the cards gather the rest",
         "full",
     )
     restarts: Count = _knob(

@@ -238,7 +238,7 @@ class Run:
         )
         shared = self.engine.exchange.shares is not None
         moves_states = self._config.placement.disk != "off" and not shared
-        ask = _refuse_change if shared else changes.ask
+        ask = _refuse_change if self.engine.in_lockstep else changes.ask
         session.requests.changes_go_to(ask, moves_states=moves_states)
         return changes
 
@@ -514,9 +514,9 @@ def of_all_ranks(choices: Sequence[ChoiceMade], rows: int, world: int) -> Iterat
 
 
 def _plan_of_first(plan: RunPlan, config: RunConfig, ranks: Ranks) -> RunPlan:
-    """Return the plan of rank 0 on this rank's card where ranks share weights, which they gather in
-    one order."""
-    if ranks.world == 1 or config.parallel.params == "full":
+    """Return the plan of rank 0 on this rank's card, since ranks share weights, which they
+    gather or update in one order."""
+    if ranks.world == 1 or config.is_sharded:
         return plan
     mine, first = plan.placement.cards[0], ranks.of_first(plan.placement)
     here = replace(first.cards[0], index=mine.index)

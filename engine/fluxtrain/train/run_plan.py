@@ -99,7 +99,9 @@ class RunPlan:
 
 def parts_of(config: RunConfig, ranks: Ranks) -> int:
     """Return into how many parts the ranks cut the weights and states of blocks."""
-    return ranks.world if config.parallel.params == "shard" else 1
+    if config.is_sharded:
+        return 1
+    return ranks.world if config.parallel.params == "shard" else ranks.local_world
 
 
 def plan_run(

@@ -30,8 +30,9 @@ def aligned(count_bytes: int) -> int:
 class HostArena:
     """One mapping of `size_bytes`, handed out as tensors that own their storage.
 
-    It is private to this process and zero-filled. Each tensor's storage spans just its own range:
-    libraries that look for shared storages (safetensors) see separate tensors.
+    It is zero-filled, and private to this process if it is not `shared`. Each tensor's storage
+    spans just its own range: libraries that look for shared storages (safetensors) see separate
+    tensors.
 
     A forked child can read an arena if it is not locked and made `for_forks`, as it was at the
     fork; it can read no other arena.
@@ -42,10 +43,18 @@ class HostArena:
 
     under_way: dict[Hashable, Callable[[], None]]  # by stream or range: waits for its newest copy
 
-    def __init__(self, size_bytes: int, *, pin: bool, for_forks: bool = False) -> None:
+    def __init__(
+        self,
+        size_bytes: int,
+        *,
+        pin: bool,
+        for_forks: bool = False,
+        shared: mmap.mmap | None = None,
+    ) -> None:
+        """shared: memory that other processes have, too, with its pages."""
         self.size_bytes, self.under_way = size_bytes, {}
-        self._map = fresh(max(size_bytes, mmap.PAGESIZE))
-        touches = pin and page_locks.LOCKS.may_lock
+        self._map = fresh(max(size_bytes, mmap.PAGESIZE)) if shared is None else shared
+        touches = pin and page_locks.LOCKS.may_lock and shared is None
         touched = touches and touch(self._map)
         self.address = torch.frombuffer(self._map, dtype=torch.uint8, count=1).data_ptr()
         locked = pin and size_bytes > 0 and page_locks.LOCKS.lock(self.address, size_bytes, self)

@@ -109,12 +109,14 @@ class Group(GroupLayout):
         spill: Spill | None = None,
         kept: KeptWeights | None = None,
         drops: bool = False,
+        shares: Shares | None = None,
     ) -> None:
         """Fix the layout, and move the weights into memory where `placement` has them; see
-        `GroupMemory` and its `take_weights`. spill: where states on disk go."""
+        `GroupMemory` and its `take_weights`. spill: where states on disk go; shares: the ranges of
+        other processes, which they take by `share_out`."""
         self.lay_out()
         self.homes = Homes(placement)
-        self.memory = GroupMemory(self, placement, device, pin=pin, spill=spill)
+        self.memory = GroupMemory(self, placement, device, pin=pin, spill=spill, shares=shares)
         self.memory.take_weights(kept=kept, drops=drops)
 
     @property
@@ -122,16 +124,20 @@ class Group(GroupLayout):
         """Return the ranges of its tensors that this process is home to; None: it has all."""
         return None if self._shares is None or self._shares.ended else self._shares
 
-    def share_out(self, shares: Shares, *, pin: bool) -> None:
-        """Leave the other ranges to other processes. pin: lock its own ones in memory."""
+    @property
+    def is_gathered(self) -> bool:
+        """Return whether uploads bring a part of the weights, and other processes send the rest."""
+        return self.shares is not None and self.shares.memory is None
+
+    def share_out(self, shares: Shares) -> None:
+        """Leave the other ranges to other processes."""
         self._shares = shares
         self.memory.forget_others(shares)
-        if pin:
-            self.memory.lock_own(shares)
+        self.memory.lock_own()
 
     def spans(self, stop: int) -> list[tuple[int, int]]:
         """Return the ranges of bytes of the weights before `stop` that are at home here."""
-        if self.shares is None:
+        if self.shares is None or not self.is_gathered:
             return [(0, stop)]
         found: list[tuple[int, int]] = []
         for segment in self.segments:

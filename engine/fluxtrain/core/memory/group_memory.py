@@ -64,7 +64,8 @@ class GroupMemory:
     """A group's memory by kind, on the tiers of `placement`. Of weights on disk the frozen ones
     have none: they come from files whenever a slot is filled. States on disk are in `spill`.
 
-    pin: lock the host's weights and gradients in memory, for a GPU that copies from and to them.
+    pin: lock the host's weights and gradients in memory, for a GPU that copies from and to them;
+    with `shares` those that this process is home to.
     """
 
     def __init__(
@@ -75,8 +76,9 @@ class GroupMemory:
         *,
         pin: bool,
         spill: Spill | None = None,
+        shares: Shares | None = None,
     ) -> None:
-        self.placement, self.pin, self._spill = placement, pin, spill
+        self.placement, self.pin, self._spill, self._shares = placement, pin, spill, shares
         self.flat_weights: Tensor | None = None  # (weight_bytes,) uint8, where the weights live
         self.views: list[Tensor] = []  # of the weights there, by member index
         self._name, self._members, self._segments = layout.name, layout.members, layout.segments
@@ -85,7 +87,6 @@ class GroupMemory:
         self._in_files = layout.file_segments
         self._device = device
         self._arenas: dict[Kind, list[HostArena]] = {kind: [] for kind in KINDS}
-        self._locks_of: Shares | None = None  # whose ranges alone are locked in memory
 
     @property
     def _trained(self) -> list[Segment]:
@@ -105,12 +106,18 @@ class GroupMemory:
             flat.zero_()
             views = [flat[o : o + n * t.itemsize].view(t) for t, n, o in spans]
             return flat, views
-        pin = self.pin and kind != "state"
-        arena = HostArena(size_bytes, pin=pin, for_forks=kind == "weights")
+        pin, shares, memory = self.pin and kind != "state", self._shares, None
+        of_all = shares is None or self.placement.kind != "block"
+        if shares is not None and shares.memory is not None and kind == "weights":
+            memory, of_all = shares.memory.take(size_bytes), True
+        forks = kind == "weights"
+        arena = HostArena(size_bytes, pin=pin and of_all, for_forks=forks, shared=memory)
         self._arenas[kind].append(arena)
-        return arena.tensor(torch.uint8, max(size_bytes, 1), 0), [
-            arena.tensor(t, n, o) for t, n, o in spans
-        ]
+        flats = [arena.tensor(t, n, o) for t, n, o in spans]
+        if pin and shares is not None and kind == "gradients" and not of_all:
+            for flat in flats:
+                arena.lock_parts(shares.own_parts(flat, len(flat)))
+        return arena.tensor(torch.uint8, max(size_bytes, 1), 0), flats
 
     def _allocate_one(self, kind: Kind, dtype: torch.dtype, count: int) -> Tensor:
         return self.allocate(kind, aligned(dtype.itemsize * count), [(dtype, count, 0)])[1][0]
@@ -122,6 +129,8 @@ class GroupMemory:
         earlier start. `drops`: give back the pages of files that the weights came from, of a model
         that nothing else reads."""
         self.flat_weights, weights = self._allocate_weights()
+        memory = None if self._shares is None else self._shares.memory
+        fills = memory is None or memory.mates.is_first
         if self.trained_on_disk or self.placement.is_on("disk", "gradients"):
             for segment in self._trained:
                 segment.on_disk = self._states_on_disk(segment)
@@ -130,16 +139,18 @@ class GroupMemory:
             put_in_file(segment, self._name, kept, drops=drops)
         for segment, flat in weights:
             segment.weights = flat
-            if segment.packed is not None:
+            if segment.packed is not None and fills:
                 pack_segment(segment, self._name, kept, drops=drops)
         for member in self._members:
             view = self._view_of(member)
-            if member.segment.has_values or member.segment.weights_on_disk is not None:
+            has_values = member.segment.has_values or member.segment.weights_on_disk is not None
+            if has_values and fills:
                 with torch.no_grad():
                     (member.home if self.trained_on_disk else view).copy_(member.parameter.detach())
                 if drops and member.parameter.nbytes >= _LEAST_DROPPED_BYTES:
                     drop(member.parameter.detach(), from_cache=False)
             self.views.append(view)
+            member.parameter.__dict__.pop("_fluxtrain_packed", None)
             member.parameter.data = view
             member.write_version = member.parameter._version
 
@@ -250,17 +261,20 @@ class GroupMemory:
 
     def forget_others(self, shares: Shares) -> None:
         """Free the host memory of weights and states that other processes are home to."""
-        arenas = [arena for kind in ("weights", "state") for arena in self._arenas[kind]]
+        kinds: list[Kind] = ["weights", "state"] if shares.memory is None else ["state"]
+        arenas = [arena for kind in kinds for arena in self._arenas[kind]]
         for segment in self._segments:
-            for flat in (segment.weights, *segment.states().values()):
+            weights = [segment.weights] if shares.memory is None else []
+            for flat in (*weights, *segment.states().values()):
                 assert flat is not None, "groups with bytes on disk are not shared"
                 for start, stop in shares.others(flat, segment.stored[1]):
                     any(arena.forget_within(flat, start, stop) for arena in arenas)
 
-    def lock_own(self, shares: Shares) -> None:
-        """Page-lock the weights that this process is home to; gradients too, once they are made."""
-        self._locks_of = shares
-        (arena,) = self._arenas["weights"]
+    def lock_own(self) -> None:
+        """Page-lock the weights that this process is home to, where it does not have all."""
+        shares, (arena,) = self._shares, self._arenas["weights"]
+        if not self.pin or shares is None or shares.memory is not None:
+            return
         flats = [(s.weights, s.stored[1]) for s in self._segments if s.weights is not None]
         arena.lock_parts(part for flat, n in flats for part in shares.own_parts(flat, n))
 
@@ -270,13 +284,7 @@ class GroupMemory:
         """Allocate the gradients' memory in each segment's dtype."""
         for segment in self._trained:
             if segment.rounded is None:
-                segment.rounded = self._gradient(segment, segment.dtype)
-
-    def _gradient(self, segment: Segment, dtype: torch.dtype) -> Tensor:
-        flat = self._allocate_one("gradients", dtype, segment.elements)
-        if self._locks_of is not None:
-            self._arenas["gradients"][-1].lock_parts(self._locks_of.own_parts(flat, flat.numel()))
-        return flat
+                segment.rounded = self._allocate_one("gradients", segment.dtype, segment.elements)
 
     @property
     def holds_gradients(self) -> bool:
@@ -313,7 +321,7 @@ class GroupMemory:
         if segment.dtype == torch.float32:
             return
         if segment.wide is None:
-            segment.wide = self._gradient(segment, torch.float32)
+            segment.wide = self._allocate_one("gradients", torch.float32, segment.elements)
         segment.is_wide = True
 
     # -- moving ------------------------------------------------------------------------------------
@@ -327,13 +335,8 @@ class GroupMemory:
         there = copy(self)
         there.placement, there.pin = placement, pin
         moving = [k for k in KINDS if placement.tier_of(k) != self.placement.tier_of(k)]
-        if moving and any(self._is_record(one) for one in (self.placement, placement)):
-            raise DoesNotFit(
-                f"{self._name} is trained on disk, weights or gradients too: what moves it is the "
-                "plan of the next start"
-            )
-        if placement.is_on("disk") and any(s.file is None for s in self._in_files):
-            raise DoesNotFit(f"{self._name} has no file on disk: it can be on device or host")
+        if moving:
+            self._refuse_move(placement)
         there._arenas = {kind: [] if kind in moving else self._arenas[kind] for kind in KINDS}
         weights: list[tuple[Segment, Tensor]] = []
         to_disk = "state" in moving and placement.is_on("disk", "state")
@@ -370,6 +373,17 @@ class GroupMemory:
             return there
 
         return move
+
+    def _refuse_move(self, placement: GroupPlacement) -> None:
+        if any(self._is_record(one) for one in (self.placement, placement)):
+            raise DoesNotFit(
+                f"{self._name} is trained on disk, weights or gradients too: what moves it is the "
+                "plan of the next start"
+            )
+        if self._shares is not None:
+            raise DoesNotFit(f"{self._name} is shared by several processes: it stays on the host")
+        if placement.is_on("disk") and any(s.file is None for s in self._in_files):
+            raise DoesNotFit(f"{self._name} has no file on disk: it can be on device or host")
 
     def _is_record(self, placement: GroupPlacement) -> bool:
         """Return whether trained weights or gradients are on disk, in the records of the states."""

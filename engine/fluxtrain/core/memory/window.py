@@ -289,7 +289,7 @@ class Window:
         self._where[group] = slot
         assert group.memory.flat_weights is not None
         source, follows = group.memory.flat_weights, list[Transfer]()
-        slot.to_gather = stop if group.shares else 0
+        slot.to_gather = stop if group.is_gathered else 0
         spans = [] if trained else group.spans(stop)
         for start, end in spans:
             transfer = self.device.upload(

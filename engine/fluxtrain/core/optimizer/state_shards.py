@@ -70,7 +70,8 @@ def state_shards(context: Context) -> Iterator[tuple[str, dict[str, Tensor]]]:
     the next optimizer step. Loose parameters have a shard of their own.
 
     Of groups that several processes share, rank 0 gets copies, one group at a time; the others,
-    which must take all shards too, get empty ones.
+    which must take all shards too, get empty ones. The weights that all see are no copies: they
+    change once rank 0 has gone on.
     """
     context.flush()
     for group in context.groups:
@@ -170,7 +171,9 @@ def _gathered(group: Group, shares: Shares) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for segment in group.trained:
         assert segment.weights is not None
-        flats = {"weights": segment.weights, **segment.states()}
+        flats = segment.states()
+        if shares.memory is None:
+            flats["weights"] = segment.weights
         whole: dict[str, Any] = {
             name: shares.at_first(flat, segment.elements) for name, flat in flats.items()
         }

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, distributed
 
 from fluxtrain.core.ranks.join import ALONE, Ranks
+from fluxtrain.core.ranks.shared_memory import SharedMemory
 from fluxtrain.core.ranks.shares import Shares, gather_
 from fluxtrain.errors import MisusedModel
 from fluxtrain.events.trace.lanes import OTHER_RANKS
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from fluxtrain.core.device.device import Device, Transfer
-    from fluxtrain.plan.request import Order
+    from fluxtrain.plan.request import Order, Params
 
 _PIECE_ELEMENTS = 1 << 24  # of a sum in rank order: 64 MiB of fp32 at a time
 
@@ -41,10 +42,10 @@ class Exchange:
         *,
         sums: bool = False,
         order: Order = "fast",
-        shares: bool = False,
+        params: Params | None = None,
     ) -> None:
         """order: `fixed` adds in the order of ranks, `fast` as the backend's all_reduce does.
-        shares: each rank is home to a part of each block's weights and states."""
+        params: how ranks share weights and states; None: each has all of them."""
         self.ranks, self._order = ranks, order
         self.sums = sums  # over ranks; else means
         self._factor = 1.0 if sums else 1.0 / ranks.world
@@ -52,8 +53,11 @@ class Exchange:
         self._group: Any = None if joined is None else ranks.device_group(joined)
         # weights are gathered in a group of their own, while gradients are added in this one
         self.shares = None
-        if joined is not None and shares:
+        if joined is not None and params == "shard":
             self.shares = Shares(ranks, joined, self.agree)
+        elif joined is not None and params == "full" and ranks.may_share_memory:
+            mates = ranks.of_machine()
+            self.shares = Shares(mates, joined, self.agree, SharedMemory(mates))
         self.agrees = False  # ranks tell each other before they send, since a step can be redone
         self.last_pass = True  # of a step: earlier ones keep their gradients on this rank
         self._waits: Callable[[], bool] = lambda: False  # for another pass, as a DDP says

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -103,6 +103,24 @@ class Ranks:
             for rank, (machine, process) in enumerate(self.processes)
             if machine == here and _has_ended(process)
         ]
+
+    @property
+    def may_share_memory(self) -> bool:
+        """Return whether there are machines with several ranks, which can share memory."""
+        machines = {machine for machine, _ in self.processes}
+        return len(machines) < self.world and hasattr(os, "memfd_create")
+
+    def of_machine(self) -> Ranks:
+        """Return the ranks of this machine alone, as ranks of their own; all ranks ask at once."""
+        machines = [machine for machine, _ in self.processes]
+        found: Any = None
+        for machine in dict.fromkeys(machines):
+            mates = [rank for rank, one in enumerate(machines) if one == machine]
+            group = distributed.new_group(mates, backend="gloo")
+            found = group if self.rank in mates else found
+        processes = tuple(one for one in self.processes if one[0] == machines[self.rank])
+        places: dict[str, Any] = {"rank": self.local_rank, "world": self.local_world}
+        return replace(self, host=found, processes=processes, **places)
 
     def own(self, batches: Sequence[T]) -> Sequence[T]:
         """Return this rank's share of a step's batches, of which each rank has as many."""

@@ -144,7 +144,8 @@ class Updates:
             threads=self._threads,
             unwritten=unwritten,
         )
-        group.jobs.pending = self._worker.submit(step.update)
+        own, shares = self._worker.submit(step.update), group.shares
+        group.jobs.pending = own if shares is None else shares.done_by_all(own)
         self._pending[group] = None
         return step
 

@@ -41,7 +41,7 @@ class Engine(Context):
     @property
     def in_lockstep(self) -> bool:
         """Return whether each rank must compute as often as the others, which send it weights."""
-        return self.exchange.shares is not None
+        return self.exchange.shares is not None and self.exchange.shares.memory is None
 
     # -- a step ------------------------------------------------------------------------------------
 
@@ -56,7 +56,7 @@ class Engine(Context):
         self.abandon_backward()
         self.forget_gradients()
         for group in self.groups:
-            if group.shares is not None:  # slots have other blocks than in other processes
+            if group.is_gathered:  # slots have other blocks than in other processes
                 group.weights_changed(frozen=True)
 
     def free_gradients(self) -> None:
@@ -123,6 +123,8 @@ class Engine(Context):
             self.updates.wait()
         finally:  # also after a failed update
             self.updates.close()
+            if self.exchange.shares is not None:
+                self.exchange.shares.close()
             self.spill.close()
             for card in self.cards:
                 card.window.drain()

@@ -9,6 +9,7 @@ from torch import Tensor, distributed
 
 from fluxtrain.core.memory.group import Group
 from fluxtrain.core.ranks.join import Ranks
+from fluxtrain.core.ranks.shares import Shares
 from fluxtrain.core.runtime.context import Context
 from fluxtrain.errors import BadInput
 from fluxtrain.plan.group_placement import KINDS, GroupPlacement
@@ -42,24 +43,27 @@ def make_equal(context: Context) -> None:
 
 
 def share_out(context: Context) -> None:
-    """Leave to other ranks what they are home to, of the blocks that live on the host."""
-    shares = context.exchange.shares
+    """Leave to other ranks what they are home to, of what lives on the host."""
     for group in context.groups:
-        if shares is not None and is_shared(group.placement):
-            group.share_out(shares, pin=context.device.pins)
+        if (shares := shares_of(context, group.placement)) is not None:
+            group.share_out(shares)
 
 
-def is_shared(row: GroupPlacement) -> bool:
-    """Return whether processes that share weights share those of this row."""
-    return row.kind == "block" and all(row.is_on("host", kind) for kind in KINDS)
+def shares_of(context: Context, row: GroupPlacement) -> Shares | None:
+    """Return the ranges of processes that share the weights of this row; None: they do not. Parts
+    that uploads would have to gather are those of blocks."""
+    shares = context.exchange.shares
+    if shares is None or (row.kind != "block" and shares.memory is None):
+        return None
+    return shares if all(row.is_on("host", kind) for kind in KINDS) else None
 
 
 def collect_weights(context: Context) -> None:
     """Give rank 0 the weights of all ranks, for what it does alone at the end."""
     shares = context.exchange.shares
-    if shares is None:
-        return
     context.flush()
+    if shares is None or shares.memory is not None:
+        return
     for group in context.groups:
         for segment in group.segments if group.shares is not None else ():
             assert segment.weights is not None

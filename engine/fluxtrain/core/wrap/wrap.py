@@ -41,7 +41,7 @@ from fluxtrain.core.wrap.adapters import adapters_of, refuse_late, take_magnitud
 from fluxtrain.core.wrap.bitsandbytes_layers import give_back_quantised, take_over_quantised
 from fluxtrain.core.wrap.block_discovery import Parts, take_apart
 from fluxtrain.core.wrap.engine import Engine, engine_of
-from fluxtrain.core.wrap.equal_ranks import is_shared, make_equal, share_out
+from fluxtrain.core.wrap.equal_ranks import make_equal, share_out, shares_of
 from fluxtrain.core.wrap.grouping import Borrowed, group_parameters, head_linear, model_facts
 from fluxtrain.core.wrap.module_patches import (
     ancestors,
@@ -342,10 +342,9 @@ def _load_groups(
     ever exists."""
     engine.groups += [g for g in groups.values() if g.members]
     for group, row in zip(engine.groups, engine.plan.groups, strict=True):
-        shared = engine.exchange.shares is not None and is_shared(row)
-        pin = engine.device.pins and not row.is_on("device") and not shared
-        device = engine.cards[row.card].torch_device
-        group.place(row, device, pin=pin, spill=engine.spill, kept=kept, drops=drops)
+        pin, shares = engine.device.pins and not row.is_on("device"), shares_of(engine, row)
+        device, spill = engine.cards[row.card].torch_device, engine.spill
+        group.place(row, device, pin=pin, spill=spill, kept=kept, drops=drops, shares=shares)
         engine.owners[group] = {}
         for member in group.members:
             owner = Owner(engine, group, member)
@@ -355,6 +354,8 @@ def _load_groups(
                 owner.hook_key = hook.id
             adopt_parameter(member.parameter, owner)
         trim_heap()  # the copies that its weights were may be pieces of the heap
+    if engine.exchange.shares is not None and engine.exchange.shares.memory is not None:
+        engine.exchange.shares.memory.meet()  # the first has put all weights there
     engine.spill.make_room(sum(group.memory.spill_bytes for group in engine.groups))
     gc.collect()
 

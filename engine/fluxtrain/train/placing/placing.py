@@ -439,7 +439,7 @@ def wrapped(
         here,
         sums=True,
         order=config.parallel.order,
-        shares=config.parallel.params == "shard",
+        params=config.parallel.params,
     )
     try:
         streamed = wrap_placed(loaded.model, device, placement, cards=cards, **how)
