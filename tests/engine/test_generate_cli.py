@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -275,16 +275,16 @@ def test_a_stop_is_heard_while_an_answer_is_written(model_folder: Folder) -> Non
         yield encoded(Stop())
         yield encoded(Ask(id="b", prompt="the fox", max_new_tokens=3))
 
-    def send(event: Event) -> None:
-        events.append(event)
-        if isinstance(event, Text):
+    def hear(told: Sequence[Event]) -> None:
+        events.extend(told)
+        if any(isinstance(event, Text) for event in told):
             begun.set()
 
     with opened(model_folder("qwen3")) as model:
         session = GenerationSession.of(
             model, Prompting(model), Sampling(max_new_tokens=100, temperature=0)
         )
-        serve(session, lines(), send, Stopping())
+        serve(session, lines(), hear, Stopping())
     first, second = (event for event in events if isinstance(event, Answered))
     assert (first.ended, first.id) == ("stopped", "a") and first.tokens < 100
     assert (second.ended, second.tokens) == ("length", 3)
@@ -296,7 +296,7 @@ def test_a_stop_reaches_an_ask_that_waits_and_none_that_comes_later(model_folder
     lines = [encoded(one) for one in (asks[0], asks[1], Stop(), asks[2])]
     with opened(model_folder("qwen3")) as model:
         session = GenerationSession.of(model, Prompting(model), Sampling(temperature=0))
-        serve(session, lines, events.append, Stopping())
+        serve(session, lines, events.extend, Stopping())
     ended = {one.id: (one.ended, one.tokens) for one in events if isinstance(one, Answered)}
     assert ended["a"][0] == ended["b"][0] == "stopped"
     assert ended["b"][1] < 50 and ended["c"] == ("length", 50)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +89,10 @@ class Talking:
         while (line := self._lines.get()) is not None:
             yield line
 
-    def _hear(self, event: Event) -> None:
-        self.events.append(event)
-        self.when(event)
+    def _hear(self, events: Sequence[Event]) -> None:
+        for event in events:
+            self.events.append(event)
+            self.when(event)
 
 
 @pytest.mark.parametrize("packed", [None, "nf4-double"])

@@ -25,7 +25,7 @@ GREEDY = Sampling(max_new_tokens=8, temperature=0)
 
 def told(session: GenerationSession, requests: Sequence[Ask | Mount]) -> dict[str, str]:
     events: list[Event] = []
-    serve(session, map(encoded, requests), events.append, Stopping())
+    serve(session, map(encoded, requests), events.extend, Stopping())
     assert not [one for one in events if isinstance(one, Refused)]
     return {one.id: one.text for one in events if isinstance(one, Answered)}
 

@@ -6,7 +6,7 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,7 +104,7 @@ def _answer_in_json(request: GenerationRequest, prompts: list[UserPrompt] | None
     with opened_session(request, tell) as session, stopped_by_interrupts() as stopping:
         write_line(session.ready())
         if prompts is None:
-            serve(session, sys.stdin.buffer, write_line, stopping)
+            serve(session, sys.stdin.buffer, write_lines, stopping)
             return
         batches = Batches(session, prompts, request.rows)
         write_line(batches.expected())
@@ -123,7 +123,13 @@ def _refuse_stopped(stopping: Stopping, request: GenerationRequest) -> None:
 
 def write_line(event: Event) -> None:
     """Write an event to standard output. Raises BrokenPipeError when nobody reads any more."""
-    sys.stdout.buffer.write(encoded(event))
+    write_lines([event])
+
+
+def write_lines(events: Sequence[Event]) -> None:
+    """Write events to standard output at once. Raises BrokenPipeError when nobody reads any
+    more."""
+    sys.stdout.buffer.write(b"".join(map(encoded, events)))
     sys.stdout.buffer.flush()
 
 

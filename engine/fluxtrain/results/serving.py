@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -60,12 +60,23 @@ class Stopping:
 
 
 def serve(
-    session: GenerationSession, lines: Iterable[bytes], send: Send, stopping: Stopping
+    session: GenerationSession,
+    lines: Iterable[bytes],
+    write: Callable[[Sequence[Event]], None],
+    stopping: Stopping,
 ) -> None:
     """Answer the asks of `lines` until they end, as many at once as fit in memory.
 
-    A thread reads them, so that asks, stops and mounts are heard between two passes.
+    A thread reads them, so that asks, stops and mounts are heard between two passes. write: gets
+    what is to be told, that of a pass together.
     """
+    told: list[Event] = []
+
+    def tell() -> None:
+        if told:
+            write(told)
+            told.clear()
+
     heard: queue.SimpleQueue[Line] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(lines, heard.put), name="asks", daemon=True).start()
     has_ended = False
@@ -82,14 +93,16 @@ def serve(
             has_ended = line is None
             if line is not None:
                 answering.take(line)
+                tell()
         if stopping.asked():
             stopping.begin()
             answering.stop("")
 
-    answering = _Answering(session, send, hear)
+    answering = _Answering(session, told.append)
     while not has_ended or answering.is_busy:
         hear()
         answering.go_on()
+        tell()
 
 
 def _read(lines: Iterable[bytes], put: Callable[[Line], None]) -> None:
@@ -107,8 +120,8 @@ def _read(lines: Iterable[bytes], put: Callable[[Line], None]) -> None:
 class _Answering:
     """The rows being written, the waiting ones, and the adapters in slots."""
 
-    def __init__(self, session: GenerationSession, send: Send, hear: Callable[[], None]) -> None:
-        self._session, self._send, self._hear = session, send, hear
+    def __init__(self, session: GenerationSession, send: Send) -> None:
+        self._session, self._send = session, send
         self._voices: dict[str, GenerationSession] = {}  # by adapter
         self._batch = AnswerBatch(session.opened, self._before_pass)
         self._waiting: list[AnswerRow] = []
