@@ -97,7 +97,7 @@ def test_scores_are_those_of_whole_logits(
     monkeypatch.setattr(scores, "CHUNK_BYTES", 20_000)  # a few tokens a chunk
     base = model_folder("llama")
     model, draw = plain(base).float(), random.Random(4)
-    requests = [
+    requests: list[scores.Request] = [
         (None, [draw.randrange(90) for _ in range(length)], [draw.randrange(90) for _ in range(n)])
         for length, n in ((3, 2), (9, 4), (1, 1), (7, 9))
     ]
@@ -115,6 +115,51 @@ def test_scores_are_those_of_whole_logits(
         chosen = steps.gather(1, torch.tensor(text)[:, None])
         assert score == pytest.approx(float(chosen.sum()), abs=1e-3)
         assert is_likeliest == (steps.argmax(-1).tolist() == text)
+
+
+@pytest.mark.parametrize(
+    ("before", "text", "told"),
+    [
+        ([], [4], "no token stands before ' b'"),
+        ([3], [], "' b' has no token behind 'a'"),
+        ([3], [4] * 11, "' b' has 11 tokens, and the model takes 10"),
+    ],
+)
+def test_what_has_no_likelihood_is_refused(
+    model_folder: Callable[..., Path], before: list[int], text: list[int], told: str
+) -> None:
+    named = str(model_folder("llama"))
+    opened = open_model(ModelRequest(named=named, device="cpu", dtype="fp32"), lambda _: None)
+    asked: list[scores.Request] = [(None, [1, 2], [3] * 9), (("a", " b"), before, text)]
+    with pytest.raises(BadInput, match=told):
+        scores.Scores(opened, None, lambda _: None).of(asked, 10)
+    opened.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"question": "a", "choices": ["", "b"], "gold": 0},
+        {"question": "a", "choices": ["b"], "gold": 7},
+        {"question": "a", "choices": ["x y " * 999], "gold": 0},
+        {},
+    ],
+)
+def test_rows_that_lm_eval_cannot_use_are_the_users_mistake(
+    model_folder: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    row: dict[str, Any],
+) -> None:
+    for name in (*SETTINGS, "HF_XET_HIGH_PERFORMANCE"):  # lm-eval sets the last
+        monkeypatch.setenv(name, "1")
+    pytest.importorskip("lm_eval", reason="needs the extra `eval`")
+    folder = made(tmp_path / "tasks")
+    (folder / "rows.jsonl").write_text(f"{json.dumps(row)}\n" if row else "")
+    request = ModelRequest(named=str(model_folder("llama")), device="cpu", dtype="fp32")
+    with pytest.raises(BadInput):
+        evaluate_tasks(request, folder, 4, lambda _: None)
 
 
 @pytest.mark.slow

@@ -76,8 +76,11 @@ def evaluate_tasks(
                 bootstrap_iters=1000,
             )
         seconds = perf_counter() - began_s
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise BadInput(f"lm-eval cannot use the tasks of {folder}: {error}") from error
+    except BadInput:
+        raise
+    except (ValueError, LookupError, ArithmeticError, TypeError, StopIteration, OSError) as error:
+        why = f"{type(error).__name__} {error}".strip()  # of a row that is not as the task says
+        raise BadInput(f"lm-eval cannot use the tasks of {folder}: {why}") from error
     finally:
         opened.close()
     assert found is not None, "this is the only process"

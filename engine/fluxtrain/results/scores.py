@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from fluxtrain.core.head.lazy_logits import LazyLogits
+from fluxtrain.errors import BadInput
 from fluxtrain.results.evaluate_model import BATCH_TOKENS, MOST_ROWS
 from fluxtrain.results.opened import OpenedModel
 
 CHUNK_BYTES = 256 << 20  # of logits in fp32
 
-Request = tuple[object, list[int], list[int]]  # its texts, and the tokens of context and text
+# context and text (None of a whole text, which lm-eval cuts to fit), and the tokens of each
+Request = tuple[tuple[str, str] | None, list[int], list[int]]
 Asked = tuple[int, int, int, int]  # row and column of the logits, the token behind, the request
 
 
@@ -31,9 +33,13 @@ class Scores:
 
     def of(self, requests: Sequence[Request], context: int) -> list[tuple[float, bool]]:
         """Return the log-likelihood of each request's text behind its context, and whether each of
-        its tokens is the likeliest. context: tokens that the model takes at most."""
+        its tokens is the likeliest. context: tokens that the model takes at most.
+
+        Raises BadInput for a text without tokens, or with more than the model takes.
+        """
         by_input: dict[tuple[int, ...], list[int]] = {}  # choices of one token share a row
-        for number, (_, before, text) in enumerate(requests):
+        for number, (texts, before, text) in enumerate(requests):
+            _refuse_unlikely(texts, before, text, context)
             by_input.setdefault(tuple([*before, *text][-context - 1 : -1]), []).append(number)
         waiting = sorted(by_input, key=len, reverse=True)
         sums, likeliest = [0.0] * len(requests), [True] * len(requests)
@@ -82,6 +88,19 @@ class Scores:
                 best.append(part.argmax(dim=-1) == tokens[first : first + chunk])
         found = zip(torch.cat(scores).tolist(), torch.cat(best).tolist(), strict=True)
         yield from zip(numbers.tolist(), found, strict=True)
+
+
+def _refuse_unlikely(
+    texts: tuple[str, str] | None, before: list[int], text: list[int], context: int
+) -> None:
+    """Raise BadInput for a text that has no likelihood."""
+    behind, asked = (f"{one[:60]!r}" for one in texts or ("", "a text"))
+    if not before:
+        raise BadInput(f"no token stands before {asked}: its context {behind} has none")
+    if not text:
+        raise BadInput(f"{asked} has no token behind {behind}: its tokens are the context's")
+    if len(text) > context:
+        raise BadInput(f"{asked} has {len(text)} tokens, and the model takes {context}: shorten it")
 
 
 def _at(logits: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
