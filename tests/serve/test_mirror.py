@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from shutil import which
 from typing import Any
 
 import httpx
@@ -115,3 +121,63 @@ def test_a_run_that_mlflow_refuses_is_left_out_and_others_are_sent(
     assert ended(client, job.id).status == ended(client, other.id).status == "succeeded"
     wait_for(lambda: statuses(mlflow) == ["FINISHED"])
     assert next(iter(mlflow.runs.values()))["tags"]["fluxtrain.job"] == other.id
+
+
+def test_an_alias_waits_for_its_version(
+    mlflow: FakeMlflow, serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may, own = threading.Event(), mirror.Mirror._send_run
+    monkeypatch.setattr(mirror.Mirror, "_send_run", lambda *of: may.is_set() and own(*of))
+    served = serve()
+    promote(served, ended(served.client(), create(served.client()).id).fine_tuned_model)
+    time.sleep(0.5)  # looks at the alias
+    may.set()
+    wait_for(lambda: mlflow.models.get("fluxtrain-default") == {"best": "1"}, 10)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(which("mlflow") is None, reason="needs MLflow's own server on the path")
+def test_a_real_mlflow_has_runs_metrics_versions_and_aliases(
+    serve: Callable[..., Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirror, "PERIOD_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    store = f"sqlite:///{tmp_path}/mlflow.db"
+    started = ["mlflow", "server", "--port", str(port), "--backend-store-uri", store]
+    with subprocess.Popen([*started, "--workers", "1"], cwd=tmp_path) as server:
+        url = f"http://127.0.0.1:{port}"
+        asked = httpx.Client(base_url=f"{url}/api/2.0/mlflow/", timeout=30)
+        try:
+            wait_for(lambda: answers(f"{url}/health"), 120)
+            monkeypatch.setenv("MLFLOW_TRACKING_URI", url)
+            served = serve()
+            done = ended(served.client(), create(served.client()).id)
+            promote(served, done.fine_tuned_model, "the.best")
+            name = {"name": "fluxtrain-default"}
+
+            def model() -> dict[str, Any]:
+                told = asked.get("registered-models/get", params=name).json()
+                return told.get("registered_model", {})
+
+            wait_for(lambda: model().get("aliases") == [{"alias": "the_best", "version": "1"}], 60)
+            (version,) = model()["latest_versions"]
+            run = {"run_id": version["run_id"]}
+            data = asked.get("runs/get", params=run).json()["run"]
+            wait_for(lambda: data["info"]["status"] == "FINISHED")
+            assert {one["key"]: one["value"] for one in data["data"]["tags"]}[
+                "fluxtrain.job"
+            ] == done.id
+            losses = {**run, "metric_key": "train/loss"}
+            history = asked.get("metrics/get-history", params=losses).json()["metrics"]
+            steps = read_events(run_of(done.id).journal)
+            told = {(one.step, one.loss) for one in steps if isinstance(one, StepFinished)}
+            assert {(int(one["step"]), one["value"]) for one in history} == told
+        finally:
+            server.terminate()
+
+
+def answers(url: str) -> bool:
+    with contextlib.suppress(httpx.HTTPError):
+        return httpx.get(url).status_code == 200
+    return False

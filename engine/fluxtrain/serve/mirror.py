@@ -129,7 +129,8 @@ class Mirror:
                     kept.pop(row["id"], None)
         moves = sa.select(aliases).where(aliases.c.number > self._aliased)
         for row in self._store.rows(moves.order_by(aliases.c.number)):
-            self._send_alias(row)
+            if not self._send_alias(row):
+                break
             self._aliased = row["number"]
 
     def _send_run(self, row: Row) -> bool:
@@ -198,10 +199,13 @@ class Mirror:
             noted = {**(facts or {}), "mlflow": str(known[0]["version"])}
             connection.execute(sa.update(versions).where(same).values(facts=noted))
 
-    def _send_alias(self, row: Row) -> None:
-        """Let an alias lead to a version of its project's model, or nowhere."""
+    def _send_alias(self, row: Row) -> bool:
+        """Let an alias lead to a version of its project's model, or nowhere; return False where
+        that version is still to be sent."""
         version = self._store.one(sa.select(versions).where(versions.c.id == row["version"]))
         number = version and version["facts"].get("mlflow")
+        if version is not None and number is None and version["job"] not in self._left_out:
+            return False
         given: dict[str, Any] = {
             "name": f"fluxtrain-{row['project']}",
             "alias": row["name"].replace(".", "_"),
@@ -211,6 +215,7 @@ class Mirror:
                 self._ask("POST", "registered-models/alias", **given, version=number)
             elif row["version"] is None:
                 self._ask("DELETE", "registered-models/alias", **given)
+        return True
 
 
 def mirror_of(store: Store, leads: Callable[[], bool]) -> Mirror | None:
