@@ -6,8 +6,6 @@ import errno
 import os
 import shutil
 import stat
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,19 +22,6 @@ from fluxtrain.models.loading import LoadedModel, ModelSource, load_model
 Folder = Callable[..., Path]
 FAMILIES = ("llama", "qwen2", "gpt2")
 IDS = torch.arange(1, 33)[None]
-
-WITHOUT_FLUXTRAIN = """
-import sys, torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-folder = sys.argv[1]
-model = AutoModelForCausalLM.from_pretrained(folder)
-tokenizer = AutoTokenizer.from_pretrained(folder)
-ids = torch.arange(1, 33)[None]
-with torch.no_grad():
-    print(model(input_ids=ids, labels=ids).loss.item(), model.dtype)
-print(tokenizer("the fox")["input_ids"])
-assert not any(name.startswith("fluxtrain") for name in sys.modules)
-"""
 
 
 def _loaded(folder: Path) -> LoadedModel:
@@ -65,25 +50,6 @@ def test_a_saved_model_comes_back_with_every_bit(
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert again.model.generation_config.eos_token_id == 0
     assert again.tokenizer.chat_template == loaded.tokenizer.chat_template
-
-
-def test_a_process_without_fluxtrain_gets_the_same_loss(
-    model_folder: Folder, tmp_path: Path
-) -> None:
-    loaded = _loaded(model_folder("llama", torch.bfloat16))
-    loaded.model.eval()
-    save_model(loaded.model, loaded.tokenizer, tmp_path / "model")
-    with torch.no_grad():
-        loss = loaded.model(input_ids=IDS, labels=IDS).loss.item()
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", WITHOUT_FLUXTRAIN, str(tmp_path / "model")],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[0] == f"{loss} torch.bfloat16"
-    assert str(loaded.tokenizer("the fox")["input_ids"]) in done.stdout
 
 
 def test_parameters_that_are_views_of_an_arena_are_saved_as_themselves(

@@ -17,6 +17,8 @@ from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import fluxtrain
+from fluxtrain.models.export import save_model
+from fluxtrain.models.loading import ModelSource, load_model
 from tests.wrap_with import wrap_with
 
 Make = Callable[..., Any]
@@ -24,8 +26,8 @@ BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f
 LENGTH, VOCABULARY = 10, 320
 
 _LOAD_ELSEWHERE = """
-import json, sys, torch
-from transformers import AutoModelForCausalLM
+import json, os, sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 for folder in sys.argv[1:]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
     ids = torch.arange(20).reshape(2, 10) * 7 % 320
@@ -33,7 +35,11 @@ for folder in sys.argv[1:]:
         loss = model(input_ids=ids, labels=ids).loss.item()
     assert not any(name.startswith("fluxtrain") for name in sys.modules)
     types = sorted({type(p).__name__ for p in model.parameters()})
-    print(json.dumps({"loss": loss, "dtype": str(model.dtype), "types": types}))
+    words = None
+    if os.path.exists(folder + "/tokenizer.json"):
+        words = AutoTokenizer.from_pretrained(folder)("the fox")["input_ids"]
+    told = {"loss": loss, "dtype": str(model.dtype), "types": types, "words": words}
+    print(json.dumps(told))
 """
 
 
@@ -153,7 +159,7 @@ def test_evaluation_during_training_and_prediction_after_it(
 def test_a_saved_model_loads_without_fluxtrain_and_gives_the_same_loss(
     model_folder: Make, tmp_path: Path
 ) -> None:
-    """One process loads both, as it takes seconds to import what it needs."""
+    """From a Trainer and from a run; one process loads all, as imports take seconds."""
     expected, saved = [], []
     for dtype in (torch.float32, torch.bfloat16):
         folder = model_folder("qwen2", dtype)  # tied embeddings
@@ -168,7 +174,14 @@ def test_a_saved_model_loads_without_fluxtrain_and_gives_the_same_loss(
         ids = torch.arange(20).reshape(2, 10) * 7 % 320
         with torch.no_grad():
             loss = model.eval()(input_ids=ids, labels=ids).loss.item()
-        expected.append({"loss": loss, "dtype": str(dtype), "types": ["Parameter"]})
+        made = {"loss": loss, "dtype": str(dtype), "types": ["Parameter"], "words": None}
+        expected.append(made)
+    loaded = load_model(ModelSource(path=str(model_folder("llama", torch.bfloat16))))
+    saved.append(tmp_path / "saved-run")
+    save_model(loaded.model, loaded.tokenizer, saved[-1])
+    with torch.no_grad():
+        loss = loaded.model.eval()(input_ids=ids, labels=ids).loss.item()
+    expected.append({**made, "loss": loss, "words": loaded.tokenizer("the fox")["input_ids"]})
     run = subprocess.run(
         [sys.executable, "-c", _LOAD_ELSEWHERE, *map(str, saved)],
         capture_output=True, text=True, check=False, timeout=240,

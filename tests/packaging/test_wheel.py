@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -18,13 +19,22 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
+def wheel() -> Path:
+    """Built once for all workers, in the cache that they share until they end."""
+    folder = Path(os.environ["XDG_CACHE_HOME"]) / "wheel"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not any(folder.glob("fluxtrain-*.whl")):
+            build(folder)
+    (built,) = folder.glob("fluxtrain-*.whl")
+    return built
+
+
+def build(folder: Path) -> None:
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
     command += ["-C", f"build-dir={folder / 'build'}", "-w", str(folder), str(ROOT)]
     subprocess.run(command, check=True)
-    (built,) = folder.glob("fluxtrain-*.whl")
-    return built
 
 
 @pytest.mark.slow
