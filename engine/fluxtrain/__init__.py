@@ -38,9 +38,10 @@ def __getattr__(name: str) -> Any:
         from importlib import metadata  # it brings the mail parser: 10 ms
 
         try:
-            return metadata.version("fluxtrain")
+            found = metadata.version("fluxtrain")
         except metadata.PackageNotFoundError:
-            return "unknown"  # run from its sources, not installed
+            found = "unknown"  # run from its sources, not installed
+        return globals().setdefault(name, found)
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

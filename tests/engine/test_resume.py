@@ -128,11 +128,18 @@ def reference(config: Path, run_dir: Path) -> float:
     return time.monotonic() - started_s
 
 
-def test_ten_kills_at_random_moments_change_no_loss(run_config: RunConfig, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [4, pytest.param(10, marks=pytest.mark.slow)])
+def test_kills_at_random_moments_change_no_loss(
+    kills: int, run_config: RunConfig, tmp_path: Path
+) -> None:
     config = run_config(train__steps=24, train__checkpoint_every=3, train__accumulation=2)
     typical_s = reference(config, tmp_path / "whole")
-    processes = kill_and_resume(config, tmp_path / "killed", kills=10, seed=2, typical_s=typical_s)
-    assert processes >= 4  # the others were killed before they greeted, or had nothing left to do
+    processes = kill_and_resume(
+        config, tmp_path / "killed", kills=kills, seed=2, typical_s=typical_s
+    )
+    assert (
+        processes >= 2 + (kills == 10) * 2
+    )  # the others were killed before they greeted, or had nothing left to do
     assert sorted(curve(tmp_path / "killed")) == list(range(1, 25))
     assert_same_run(tmp_path / "whole", tmp_path / "killed")
 

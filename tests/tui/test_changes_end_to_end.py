@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +9,7 @@ from pathlib import Path
 import pytest
 from textual.pilot import Pilot
 
+from fluxtrain.cli import main
 from fluxtrain.errors import FluxTrainError
 from fluxtrain.events.events import ChangeApplied, StepFinished
 from fluxtrain.events.journal import read_events
@@ -20,6 +18,7 @@ from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtui.app import FluxApp
 from fluxtui.screens.plan import plan_lines
 from fluxtui.sources.journal import JournalSource
+from tests.engine import forked
 
 PATIENCE_S = 120.0
 
@@ -44,15 +43,9 @@ def run(tmp_path: Path) -> Iterator[RunDir]:
     settings = ("data.sequence_length=16", "train.batch_rows=2", "train.evaluate_every=end",
                 "train.checkpoint_every=end", "data.held_out=0.002")  # fmt: skip
     sets = [part for setting in settings for part in ("--set", setting)]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "fluxtrain", "train", "--demo", "--steps", "100000", *sets,
-         "--run-dir", str(tmp_path / "run"), "--device", "cpu"],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "FLUXTRAIN_RUNS": str(tmp_path)},
-    )  # fmt: skip
-    yield RunDir(tmp_path / "run")
-    process.kill()
-    process.wait()
+    command = ["train", "--demo", "--steps", "100000", *sets, "--device", "cpu"]
+    with forked.running(main, [*command, "--run-dir", str(tmp_path / "run")]):
+        yield RunDir(tmp_path / "run")
 
 
 async def until(pilot: Pilot[None], true: Callable[[], bool]) -> None:

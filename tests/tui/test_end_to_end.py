@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from tests.engine.conftest import tiny_model, train_tokenizer
-from tests.tui.desk import PATIENCE_S, TINY, Desk
+from tests.tui.desk import PATIENCE_S, TINY, Desk, Terminal
 
 RESTORED = b"\x1b[?1049l"  # back from the alternate screen
 
@@ -126,34 +126,6 @@ def test_answers_survive_a_killed_wizard(desk: Desk) -> None:
     second.until("step 2 of 7", "▸ Folder", "/models/mine does not exist")
 
 
-def test_a_detached_training_goes_on_and_can_be_watched_and_stopped(desk: Desk) -> None:
-    first = desk.open("--demo", "--steps", "100000", *TINY)
-    first.until("RUNNING")
-    first.press("d")
-    assert first.ends() == 0
-    name = desk.run_dir().run_id
-    assert f"fluxtrain-tui --attach {name}" in first.text
-    assert desk.run_dir().liveness() == "running", "detaching leaves the training alone"
-
-    second = desk.open("--attach", name, size=(80, 24))
-    second.until("RUNNING")
-    second.process.send_signal(signal.SIGTERM)
-    assert second.ends() == 0
-    assert RESTORED in second.output, "a terminated app restores the terminal"
-    assert desk.run_dir().liveness() == "running"
-
-    third = desk.open("--attach", "last")
-    third.until("RUNNING")
-    third.press("Q")
-    third.until("Stop this run?")
-    third.press("y")
-    third.until("STOPPED")
-    third.press("q")
-    assert third.ends() == 0
-    assert desk.run_dir().liveness() == "stopped"
-    assert list(desk.run_dir().checkpoints.glob("step-*")), "a stopped run has its checkpoint"
-
-
 @pytest.mark.slow
 def test_a_killed_trainer_is_seen_by_the_app(desk: Desk) -> None:
     terminal = desk.open("--demo", "--steps", "100000", *TINY)
@@ -163,30 +135,6 @@ def test_a_killed_trainer_is_seen_by_the_app(desk: Desk) -> None:
     terminal.press("q")
     assert terminal.ends() == 0
     assert "dead" in terminal.text
-
-
-def test_a_killed_run_is_gone_on_with_from_the_list_while_others_watch(desk: Desk) -> None:
-    every_step = ("--set", "train.checkpoint_every=2")
-    terminal = desk.open("--demo", "--steps", "100000", *TINY, *every_step)
-    terminal.until("checkpoint of")
-    killed = desk.trainer_pid()
-    os.kill(killed, signal.SIGKILL)
-    terminal.until("DEAD")
-    terminal.press("7")
-    terminal.until("r resume", "dead  ")  # the list has been read, and the run is not there alive
-    terminal.press("r")
-    terminal.until("Resume ", "checkpoint", "y resume")
-    terminal.press("y")
-    terminal.until("RUNNING")
-    assert desk.trainer_pid() != killed
-    watching = desk.open("--attach", "last", "--read-only", size=(80, 24))
-    watching.until("READ-ONLY", "RUNNING")
-    watching.press("Q")
-    watching.until("read-only")
-    terminal.process.kill()  # the one who resumed it
-    assert desk.run_dir().liveness() == "running"
-    watching.press("q")
-    assert watching.ends() == 0
 
 
 @pytest.mark.slow
@@ -209,15 +157,65 @@ sys.exit(launch.main(sys.argv[1:]))
 """
 
 
-def test_a_crash_of_the_app_restores_the_terminal_and_leaves_training_alone(desk: Desk) -> None:
-    crashing = desk.run([sys.executable, "-P", "-c", CRASH, "--demo", "--steps", "100000", *TINY])
+def killed_and_resumed(desk: Desk) -> Terminal:
+    """An app that sees its trainer die, and starts it again from the list."""
+    terminal = desk.open("--attach", "last")
+    terminal.until("checkpoint of")
+    killed = desk.trainer_pid()
+    os.kill(killed, signal.SIGKILL)
+    terminal.until("DEAD")
+    terminal.press("7")
+    terminal.until("r resume", "dead  ")  # the list has been read, and the run is not there alive
+    terminal.press("r")
+    terminal.until("Resume ", "checkpoint", "y resume")
+    terminal.press("y")
+    terminal.until("RUNNING")
+    assert desk.trainer_pid() != killed
+    return terminal
+
+
+def test_a_training_outlives_the_apps_that_start_and_watch_it(desk: Desk) -> None:
+    """One training, as its start takes seconds: its app crashes, others come and go, it is killed
+    and resumed from the list, and stopped."""
+    often = ("--set", "train.checkpoint_every=2")
+    command = [sys.executable, "-P", "-c", CRASH, "--demo", "--steps", "100000", *TINY, *often]
+    crashing = desk.run(command)
     assert crashing.ends() == 1
     assert RESTORED in crashing.output
     assert "a bug in a panel" in crashing.text
     assert "--attach" in crashing.text, "it says how to see the run again"
     desk.until_state("running")
-    watching = desk.open("--attach", "last")
-    watching.until("RUNNING")
+    name = desk.run_dir().run_id
+
+    terminated = desk.open("--attach", name, size=(80, 24))
+    terminated.until("RUNNING")
+    terminated.process.send_signal(signal.SIGTERM)
+    assert terminated.ends() == 0
+    assert RESTORED in terminated.output, "a terminated app restores the terminal"
+    assert desk.run_dir().liveness() == "running"
+
+    resuming = killed_and_resumed(desk)
+    watching = desk.open("--attach", "last", "--read-only", size=(80, 24))
+    watching.until("READ-ONLY", "RUNNING")
+    watching.press("Q")
+    watching.until("read-only")
+    resuming.press("d")
+    assert resuming.ends() == 0
+    assert f"fluxtrain-tui --attach {name}" in resuming.text
+    assert desk.run_dir().liveness() == "running", "detaching leaves the training alone"
+    watching.press("q")
+    assert watching.ends() == 0
+
+    stopping = desk.open("--attach", "last")
+    stopping.until("RUNNING")
+    stopping.press("Q")
+    stopping.until("Stop this run?")
+    stopping.press("y")
+    stopping.until("STOPPED")
+    stopping.press("q")
+    assert stopping.ends() == 0
+    assert desk.run_dir().liveness() == "stopped"
+    assert list(desk.run_dir().checkpoints.glob("step-*")), "a stopped run has its checkpoint"
 
 
 HANGING = """

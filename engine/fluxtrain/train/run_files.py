@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from dataclasses import asdict
+from functools import cache
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,7 @@ def write_run_file(run_dir: RunDir, config: RunConfig, machine: Machine) -> None
     run_dir.write_json(run_dir.run, content)
 
 
+@cache
 def _version(name: str) -> str:
     """Return the version of a package; some are bundled with a program without their metadata."""
     try:

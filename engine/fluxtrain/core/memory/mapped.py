@@ -56,11 +56,11 @@ def cool(model: nn.Module, maps: Path = MAPS) -> None:
 def resident_bytes(model: nn.Module, smaps: Path = SMAPS) -> int:
     """Return the bytes of `model` that count as memory of this process now: copies, and the pages
     of its files that were read; all of its weights where the system does not tell."""
-    mapped = list(_mapped(model, MAPS))
     mappings = _file_mappings(MAPS)
-    starts = {found.start for p in mapped if (found := _mapping_of(p.data_ptr(), mappings))}
-    every = sum(p.nbytes for p in model.parameters() if p.device.type == "cpu")
-    if not mapped:
+    here = [p for p in model.parameters() if p.device.type == "cpu"]
+    every = sum(p.nbytes for p in here)
+    starts = {found.start for p in here if (found := _mapping_of(p.data_ptr(), mappings))}
+    if not starts:
         return every
     read, counts = 0, False
     try:
