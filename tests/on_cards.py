@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
 from fluxtrain.core.wrap.engine import Engine, engine_of
+from fluxtrain.data.demo import demo_files
 from fluxtrain.plan.heads import HeadDealing
 from fluxtrain.plan.request import PlacementRequest
 
@@ -39,6 +41,18 @@ def wide(layers: int, vocabulary: int = VOCABULARY) -> nn.Module:
         num_key_value_heads=4, vocab_size=vocabulary, tie_word_embeddings=False, use_cache=False,
     )  # fmt: skip
     return LlamaForCausalLM(config).to(torch.bfloat16).train()
+
+
+def saved_with_demo_tokenizer(folder: Path, **sizes: int) -> Path:
+    """Save a bf16 model for the demo's texts, with their tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(demo_files().tokenizer)
+    torch.manual_seed(0)
+    usual = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 6,
+             "num_attention_heads": 8, "num_key_value_heads": 4}  # fmt: skip
+    config = LlamaConfig(**usual | sizes, vocab_size=len(tokenizer))
+    LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def batch(step: int = 0) -> dict[str, Tensor]:

@@ -9,32 +9,20 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from fluxtrain.config.schema import validate
-from fluxtrain.data.demo import demo_files
 from fluxtrain.events import events as ev
 from fluxtrain.events.journal import read_events
 from fluxtrain.train.checkpoint.recovery import locate
 from fluxtrain.train.run import train
+from tests.on_cards import saved_with_demo_tokenizer
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("llama") / "model"
-    tokenizer = AutoTokenizer.from_pretrained(demo_files().tokenizer)
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=512, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=8,
-            num_key_value_heads=4, vocab_size=len(tokenizer),
-        )
-    ).bfloat16()  # fmt: skip
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return saved_with_demo_tokenizer(tmp_path_factory.mktemp("llama") / "model")
 
 
 def run(folder: Path, run_dir: Path, method: str, steps: int, resume: bool = False) -> list[Any]:

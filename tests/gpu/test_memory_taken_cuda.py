@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from fluxtrain.config.schema import validate
-from fluxtrain.data.demo import demo_files
 from fluxtrain.events import events as ev
 from fluxtrain.events.journal import read_events
 from fluxtrain.methods.text_task import CausalLM
@@ -24,6 +22,7 @@ from fluxtrain.train.checkpoint.recovery import locate
 from fluxtrain.train.loop import TrainingLoop
 from fluxtrain.train.run import Run, train
 from fluxtrain.train.samples import Samples
+from tests.on_cards import saved_with_demo_tokenizer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -113,13 +112,8 @@ def thief(process: Thief) -> Iterator[Thief]:
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama") / "model"
-    tokenizer = AutoTokenizer.from_pretrained(demo_files().tokenizer)
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6}
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": len(tokenizer)}
-    LlamaForCausalLM(LlamaConfig(**sizes, **heads)).bfloat16().save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_key_value_heads": 8}
+    return saved_with_demo_tokenizer(folder, **sizes)
 
 
 KEEPS_INPUTS = {"activations": "device", "blocks_without_recompute": 0}

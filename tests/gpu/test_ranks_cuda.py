@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import distributed, multiprocessing, nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import fluxtrain
 from fluxtrain.config.schema import RunConfig, validate
@@ -21,14 +20,13 @@ from fluxtrain.core.ranks.exchange import Exchange
 from fluxtrain.core.ranks.join import Ranks, join_launched
 from fluxtrain.core.wrap import wrap
 from fluxtrain.core.wrap.engine import engine_of
-from fluxtrain.data.demo import demo_files
 from fluxtrain.events import events as ev
 from fluxtrain.plan.request import Params
 from fluxtrain.train.checkpoint.recovery import locate, truly_told
 from fluxtrain.train.ranks import train_as_rank
 from fluxtrain.train.run import train
 from tests.engine.runs import losses, told, weights
-from tests.on_cards import ROWS, batch, llama
+from tests.on_cards import ROWS, batch, llama, saved_with_demo_tokenizer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -137,16 +135,7 @@ def rank_of_runs(number: int, folder: str, port: int) -> None:
 
 
 def test_runs_of_two_gpus_have_the_losses_of_one(tmp_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(demo_files().tokenizer)
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=512, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=8,
-            num_key_value_heads=4, vocab_size=len(tokenizer),
-        )
-    ).bfloat16()  # fmt: skip
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
+    saved_with_demo_tokenizer(tmp_path / "model")
     multiprocessing.spawn(rank_of_runs, args=(str(tmp_path), free_port()), nprocs=2)
     for name in RUNS:
         config, place = config_of(tmp_path / "model", name), tmp_path / f"one-{name}"
