@@ -101,6 +101,9 @@ def options_given() -> argparse.Namespace:
     parser.add_argument("--also", type=int, nargs="+", default=[], help="batches, with this plan")
     parser.add_argument("--order", default="fixed", choices=("fixed", "fast"), help="of cards")
     parser.add_argument("--params", default="full", choices=("full", "shard"), help="of processes")
+    parser.add_argument(
+        "--gradients", default="gpu_reduce", choices=("gpu_reduce", "cpu_reduce"), help="the same"
+    )
     parser.add_argument("--slow-card", type=float, help="the speed of the last GPU, below 1")
     parser.add_argument("--states", default="fp32", choices=("fp32", "bf16", "8bit"))
     parser.set_defaults(frozen="plain", vocabulary=None)
@@ -164,7 +167,10 @@ def wrapped(
         files.remove()
     elif options.ranks.world > 1:
         ranks, here = options.ranks, torch.device("cuda")
-        exchange = Exchange(ranks, here, order=options.order, params=options.params)
+        exchange = Exchange(
+            ranks, here, order=options.order, params=options.params,
+            on_host=options.gradients == "cpu_reduce",
+        )  # fmt: skip
         wrap_placed(model, "cuda", plan, exchange=exchange, **how)
     else:
         fluxtrain.wrap(model, device="cuda", cards=cards, placement=plan, overlap=True, **how)

@@ -113,15 +113,17 @@ def test_ranks_have_equal_weights_and_those_of_one_process(tmp_path: Path) -> No
         assert moved and apart < 1e-3 * moved, (kind, how, apart / moved)
 
 
-def shared(cases: list[tuple[str, str, dict[str, Any]]], params: Params | None) -> list[Weights]:
+def shared(
+    cases: list[tuple[str, str, dict[str, Any]]], params: Params | None, on_host: bool = False
+) -> list[Weights]:
     """What `several` returns, of ranks that hold each group once in their machine's memory."""
     with pytest.MonkeyPatch.context() as patch:
-        share(patch, params)
+        share(patch, params, on_host)
         return several(cases)
 
 
-def share(patch: pytest.MonkeyPatch, params: Params | None) -> None:
-    how = partial(Exchange, order="fixed", params=params)
+def share(patch: pytest.MonkeyPatch, params: Params | None, on_host: bool = False) -> None:
+    how = partial(Exchange, order="fixed", params=params, on_host=on_host)
     patch.setattr(wrap, "_exchange", lambda ranks, devices: how(ranks, devices[0]))
 
 
@@ -140,6 +142,14 @@ def test_weights_that_ranks_share_have_the_bits_of_those_that_each_holds(
         for place, (kind, how, options) in enumerate(cases):
             one, other = each[0][place], found[place]
             assert all(torch.equal(one[name], other[name]) for name in one), (kind, how, options)
+    first, *others = together(world, shared, tmp_path / "host", cases, "full", True)
+    for place, (kind, how, options) in enumerate(cases):
+        one, added = each[0][place], first[place]
+        assert all(torch.equal(added[name], found[place][name]) for found in others for name in one)
+        apart = sum(float((one[name].double() - added[name].double()).abs().sum()) for name in one)
+        whole = sum(float(one[name].abs().sum()) for name in one)
+        # norms are added up in another order, so that what is clipped differs in its last digits
+        assert apart <= (0.0 if how == "in_backward" else 1e-4 * whole), (kind, how, options)
 
 
 def resident_bytes() -> dict[str, int]:

@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch import distributed
 
+from fluxtrain.core.gradients.gradients import FlatSum
 from fluxtrain.core.ranks.exchange import Exchange
 from fluxtrain.core.ranks.join import Ranks
 from fluxtrain.core.ranks.shares import Shares
@@ -35,6 +36,7 @@ STEPS = {
 }  # fmt: skip
 
 
+HOST = ["parallel.gradients=cpu_reduce"]
 SHARED, WHOLE = ["parallel.params=shard"], ["placement.chunk_rows=4"]
 LORA = ["method.name=lora", "method.rank=4"]
 
@@ -48,6 +50,9 @@ def runs_of_two(config: Path, folder: Path) -> list[str]:
         ranks.train(config, folder / "stopped", [*SHARED, "train.steps=2"]),
         ranks.train(config, folder / "shared", SHARED),
         each_with_all(config, folder / "each"),
+        ranks.train(config, folder / "host", HOST),
+        ranks.train(config, folder / "host-shared", [*HOST, *SHARED]),
+        without_memory(FlatSum.send, [14], config, folder / "host-again", [*HOST, *WHOLE]),
         without_memory(Exchange.begin, [8], config, folder / "again", WHOLE),
         without_memory(Shares.gather, [4, 5], config, folder / "gathered", [*SHARED, *WHOLE]),
         without_memory(Shares.gather, [5], config, folder / "measured", [*SHARED, *WHOLE]),
@@ -64,20 +69,20 @@ def test_two_ranks_are_the_run_of_one_process_and_go_on_with_it(
     one = run(config, tmp_path / "one")
     run(config, tmp_path / "resumed", "train.steps=2")
     both = ranks.together(2, runs_of_two, tmp_path / "ranks", config, tmp_path)
-    assert both[0] == both[1] and both[0][:9] == ["0"] * 9
-    uneven, other = both[0][9:]
+    assert both[0] == both[1] and both[0][:12] == ["0"] * 12
+    uneven, other = both[0][12:]
     assert "2: train.batch_rows is 3, and 2 processes share a batch evenly" in uneven
     assert "2: train.seed is 0 in rank 0 and 1 in rank 1 of 2" in other
     run(config, tmp_path / "stopped", resume="auto")
     run(config, tmp_path / "lora", *LORA, resume="auto")
     run(config, tmp_path / "lora-one", *LORA)
     same(tmp_path / "lora-one", tmp_path / "lora")
-    lacked = {"again": "at step 2: the step", "gathered": "at step 2: the step"}
+    lacked = dict.fromkeys(("again", "gathered", "host-again"), "at step 2: the step")
     lacked["measured"] = "after step 2: the evaluation"
     for name, what in lacked.items():
         warnings = " ".join(e.text for e in told(tmp_path / name, ev.LogWritten))
         assert f"device memory ran out in rank 1 {what} is done again" in warnings
-    for name in ("two", "resumed", "stopped", *lacked):
+    for name in ("two", "resumed", "stopped", "host", "host-shared", *lacked):
         same(tmp_path / "one", tmp_path / name)
         assert not list((tmp_path / name).glob(".seen-*"))
     each = weights(tmp_path / "each")
@@ -107,7 +112,8 @@ def without_memory(
 ) -> str:
     """A run whose last rank runs out of memory at these calls of a method. Blocks answer the first
     of a forward pass by trying fewer rows."""
-    kind, calls = {"begin": Exchange, "gather": Shares}[method.__name__], 0
+    kinds, calls = {"Exchange": Exchange, "Shares": Shares, "FlatSum": FlatSum}, 0
+    kind = kinds[method.__qualname__.split(".")[0]]
 
     def call(*arguments: Any, **options: Any) -> Any:
         nonlocal calls

@@ -96,6 +96,13 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
     "full": {},
     "each": {},  # each rank holds all, as where ranks cannot share memory
     "shard": {"parallel": {"params": "shard"}},
+    "host": {"parallel": {"gradients": "cpu_reduce"}},
+    "host-shard": {"parallel": {"gradients": "cpu_reduce", "params": "shard"}},
+    "unclipped": {"train": {"max_grad_norm": None}},
+    "host-unclipped": {
+        "parallel": {"gradients": "cpu_reduce"},
+        "train": {"max_grad_norm": None},
+    },
     "accumulated": {"train": {"accumulation": 2}},
     "lora": {"method": {"name": "lora", "rank": 8}},
     "qlora": {"method": {"name": "qlora", "rank": 8}},
@@ -137,19 +144,21 @@ def rank_of_runs(number: int, folder: str, port: int) -> None:
 def test_runs_of_two_gpus_have_the_losses_of_one(tmp_path: Path) -> None:
     saved_with_demo_tokenizer(tmp_path / "model")
     multiprocessing.spawn(rank_of_runs, args=(str(tmp_path), free_port()), nprocs=2)
-    for name in RUNS:
+    for name, changed in RUNS.items():
         config, place = config_of(tmp_path / "model", name), tmp_path / f"one-{name}"
-        if name not in ("each", "shard"):
+        of = {"host-unclipped": "unclipped"}.get(name, "full")
+        if "parallel" not in changed and name != "each":
             train(config, locate(None, place, config))
-            alone = losses(told(place, ev.StepFinished))
-        else:
-            alone = losses(told(tmp_path / "one-full", ev.StepFinished))
+            of = name
+        alone = losses(told(tmp_path / f"one-{of}", ev.StepFinished))
         found = losses(told(tmp_path / f"two-{name}", ev.StepFinished))
         assert found == pytest.approx(alone, rel=3e-3), name
     each = weights(tmp_path / "two-each")
     for way in ("full", "shard"):
         found = weights(tmp_path / f"two-{way}")
         assert all(torch.equal(each[name], found[name]) for name in each), way
+    unclipped, host = weights(tmp_path / "two-unclipped"), weights(tmp_path / "two-host-unclipped")
+    assert all(torch.equal(unclipped[name], host[name]) for name in host)
 
 
 def free_port() -> int:

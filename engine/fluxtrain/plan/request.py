@@ -211,6 +211,7 @@ _WAYS = {
 DealingRule = Literal["auto", "speed", "memory", "even"]
 Dealing = DealingRule | tuple[int, ...]
 Params = Literal["full", "shard"]
+SumsOn = Literal["gpu_reduce", "cpu_reduce"]
 Order = Literal["fast", "fixed"]  # of the sums in the head's gradient
 
 
@@ -276,6 +277,12 @@ class ParallelRequest:
         "part of the optimizer states (full), or each holds a part of the blocks' weights, too, "
         "also over machines (shard): then uploads bring a part, and the cards gather the rest",
         "full",
+    )
+    gradients: SumsOn = _knob(
+        "where the gradients of several processes are added: on the cards (gpu_reduce), or on the "
+        "host of their one machine, which each sends its own in fp32 (cpu_reduce): for cards "
+        "without NVLink",
+        "gpu_reduce",
     )
     restarts: Count = _knob(
         "when a process dies, all start again from the last checkpoint, so many times", 0

@@ -484,6 +484,11 @@ def of_rank(config: RunConfig, ranks: Ranks) -> RunConfig:
             "samples.prompts are answered by rank 0 alone, which has a part of the weights: leave "
             "them out, or set parallel.params=full"
         )
+    if config.parallel.gradients == "cpu_reduce" and ranks.local_world < ranks.world:
+        raise BadInput(
+            "parallel.gradients is cpu_reduce, and processes of several machines share no memory: "
+            "set parallel.gradients=gpu_reduce"
+        )
     own = (torch.cuda.current_device(),) if torch.cuda.is_available() else 1
     return config.model_copy(update={"parallel": replace(config.parallel, cards=own)})
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fluxtrain.core.device.device import Device, Transfer
 from fluxtrain.core.gradients.host_gradients import Arrival, HostGradients, Report
+from fluxtrain.core.gradients.host_sums import HostSums
 from fluxtrain.core.gradients.row_sum import RowSum, exchanged_rows, norm_by_rows
 from fluxtrain.core.gradients.vocab_chunk_sum import VocabChunkSum
 from fluxtrain.core.memory.group import Group
@@ -50,6 +51,7 @@ class Gradients:
         self._flat: dict[Group, FlatSum] = {}
         self._sent: FlatSum | None = None  # that other processes add to
         self._parts: dict[Group, VocabChunkSum | EmbeddingSum] = {}
+        self.sums: HostSums | None = None  # where the host adds those of other processes
 
     @property
     def device_bytes(self) -> int:
@@ -155,7 +157,7 @@ class Gradients:
             parts.finish(passing=passing)
         if flat is None:
             return [*done, group]
-        sent = flat.send(passing=passing)
+        sent = flat.send(passing=passing, sums=self.sums)
         done += self.settle()  # that of the group before, which may compute until here
         if sent:
             self._sent = flat
@@ -236,6 +238,7 @@ class FlatSum:
         self.flat = flat  # (trained_elements,) fp32
         self._host, self._views = host, views
         self._sent: Transfer | None = None  # the sum over processes, under way
+        self._added: Arrival | None = None  # of one that the host adds up
         self._passing, self._again = False, set[Segment]()
         self._touched = set[int]() if of is None else {of.index}  # members with a gradient
         self._parts: dict[int, Tensor] = {}  # of `flat`, by member index, in the members' shapes
@@ -262,16 +265,22 @@ class FlatSum:
             self._touched.add(member.index)
         embedding.index_add_(0, rows.on_device, rows.values.float())
 
-    def send(self, *, passing: bool) -> bool:
-        """Complete this process's sum, and begin to add those of others, if there are any; return
-        whether there are. `finish` follows."""
+    def send(self, *, passing: bool, sums: HostSums | None) -> bool:
+        """Complete this process's sum, and begin to add those of others, if there are any, on the
+        device or in `sums`; return whether there are. `finish` follows."""
         group, host = self.group, self._host
         host.wait_for_update(group)
         self._clear_untouched()
         self._passing = passing
         self._again = self._add_stored(stays=group.is_on("device", "gradients"))
         if host.exchanges(group):
-            self._sent = host.exchange.begin(self.flat[: group.trained_elements], host.device)
+            flat = self.flat[: group.trained_elements]
+            if sums is None or group.shares is None:
+                self._sent = host.exchange.begin(flat, host.device)
+            else:
+                host.exchange.agree()
+                host.allocate(group, passing=passing)
+                self._sent, self._added = sums.begin(group, flat, host, self._again)
             # what another rank alone has used counts here too, with the same numbers everywhere
             self._touched.update(m.index for s in group.trained for m in s.members)
         return self._sent is not None
@@ -287,10 +296,11 @@ class FlatSum:
         group, host = self.group, self._host
         if self._sent is not None:
             self._sent.wait_compute(OTHER_RANKS)
-        host.allocate(group, passing=self._passing)
         stays, again = group.is_on("device", "gradients"), self._again
-        exchanged = self._sent is not None
-        stored = self._store_on_device(again) if stays else self._download(again, exchanged)
+        exchanged, stored = self._sent is not None, self._added
+        if stored is None:
+            host.allocate(group, passing=self._passing)
+            stored = self._store_on_device(again) if stays else self._download(again, exchanged)
         host.arrivals[group] = stored
         host.store_on_disk(group)
         for index in self._touched:
@@ -494,4 +504,5 @@ class EmbeddingSum:
         transfer = host.download_rows(group, rows.values, put)
         norm = rows.norm(table_rows)
         host.clear_ahead(member.segment)
-        return Arrival([transfer], norm, {member.index: 0}, None if passing else rows)
+        kept = None if passing else rows
+        return Arrival([transfer], norm, {member.index: 0}, rows=kept)

@@ -26,6 +26,7 @@ from fluxtrain.core.memory.group import Group
 from fluxtrain.core.memory.segment import Member, Segment
 from fluxtrain.core.ranks.exchange import NOT_EXCHANGED, Exchange
 from fluxtrain.errors import MisusedModel
+from fluxtrain.events.trace.lanes import OTHER_RANKS
 from fluxtrain.plan.depths import ring_depth, staging_depth, sum_depth
 
 Report = Callable[[Group, Transfer, int], None]  # group, the copy, bytes
@@ -39,12 +40,19 @@ class Arrival:
     transfers: list[Transfer]
     norms: Tensor | None  # (members with a gradient,) fp32 on the device; None: measure the stored
     norm_of: dict[int, int]  # member index -> position in norms
+    norms_are_late: bool = False  # they are on the host, and come with the gradients
     rows: RowSum | None = None  # stay on the device for further passes: the host's are not in place
 
     def is_of(self, members: list[Member]) -> bool:
         """Return whether `norms` belong to exactly these members."""
         known = 0 if self.norms is None else self.norms.numel()
         return known == len(members) and self.norm_of.keys() == {m.index for m in members}
+
+    def measured(self) -> Tensor | None:
+        """Return the norms; waits for late ones."""
+        for transfer in self.transfers if self.norms_are_late else ():
+            transfer.wait_compute(OTHER_RANKS)
+        return self.norms
 
     def wait(self) -> None:
         """Block until the gradients are on the host."""

@@ -43,26 +43,35 @@ class Exchange:
         sums: bool = False,
         order: Order = "fast",
         params: Params | None = None,
+        on_host: bool = False,
     ) -> None:
         """order: `fixed` adds in the order of ranks, `fast` as the backend's all_reduce does.
-        params: how ranks share weights and states; None: each has all of them."""
+        params: how ranks share weights and states; None: each has all of them. on_host: gradients
+        of groups that they share are added there, by the ranks of one machine."""
         self.ranks, self._order = ranks, order
         self.sums = sums  # over ranks; else means
         self._factor = 1.0 if sums else 1.0 / ranks.world
         joined = device if ranks.world > 1 else None
         self._group: Any = None if joined is None else ranks.device_group(joined)
         # weights are gathered in a group of their own, while gradients are added in this one
-        self.shares = None
+        self.shares, self.on_host = None, on_host
+        self.memory: SharedMemory | None = None
+        if joined is not None and (on_host or (params == "full" and ranks.may_share_memory)):
+            self.memory = SharedMemory(ranks.of_machine())
         if joined is not None and params == "shard":
             self.shares = Shares(ranks, joined, self.agree)
-        elif joined is not None and params == "full" and ranks.may_share_memory:
-            mates = ranks.of_machine()
-            self.shares = Shares(mates, joined, self.agree, SharedMemory(mates))
+        elif joined is not None and self.memory is not None:
+            self.shares = Shares(self.memory.mates, joined, self.agree, self.memory)
         self.agrees = False  # ranks tell each other before they send, since a step can be redone
         self.last_pass = True  # of a step: earlier ones keep their gradients on this rank
         self._waits: Callable[[], bool] = lambda: False  # for another pass, as a DDP says
         self._under_way: Transfer | None = None  # the last that was begun
         self._kept = False  # gradients of this rank alone wait for a pass that exchanges
+
+    @property
+    def factor(self) -> float:
+        """Return what sums over ranks are multiplied by."""
+        return self._factor
 
     @property
     def is_on(self) -> bool:

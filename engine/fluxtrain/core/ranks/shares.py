@@ -70,12 +70,15 @@ class Shares:
     def own(self, elements: int) -> list[Span]:
         """Return the ranges of a flat tensor of so many elements that this rank is home to."""
         each, rank = self._each(elements), self.ranks.rank
-        whole, last = each * self.ranks.world, rank == self.ranks.world - 1
-        if self.memory is not None:
-            spans = [(rank * each, elements if last else (rank + 1) * each)]
-        else:
-            spans = [(rank * each, (rank + 1) * each), (whole, elements)]
+        spans = [self.apart(elements)]
+        if self.memory is None:
+            spans = [(rank * each, (rank + 1) * each), (each * self.ranks.world, elements)]
         return [(start, stop) for start, stop in spans if start < stop]
+
+    def apart(self, elements: int) -> Span:
+        """Return this rank's range of those that all have apart from each other."""
+        each, rank = self._each(elements), self.ranks.rank
+        return rank * each, elements if rank == self.ranks.world - 1 else (rank + 1) * each
 
     def own_parts(self, flat: Tensor, elements: int) -> list[Tensor]:
         """Return this rank's ranges of `flat`, which belongs to `elements` elements: it has one

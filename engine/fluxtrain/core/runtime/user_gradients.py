@@ -79,8 +79,9 @@ def replace(context: Context, group: Group, member: Member, value: Tensor | None
 def norm_of(context: Context, group: Group, member: Member) -> Tensor:
     """Return the 2-norm of one parameter's gradient, an fp32 scalar."""
     arrival = context.gradients_of(group).host.arrivals.get(group)
-    if arrival is not None and arrival.norms is not None and member.index in arrival.norm_of:
-        norm = arrival.norms[arrival.norm_of[member.index]]
+    norms = None if arrival is None else arrival.measured()
+    if arrival is not None and norms is not None and member.index in arrival.norm_of:
+        norm = norms[arrival.norm_of[member.index]]
         scale = abs(member.gradient_scale)
         return norm if scale == 1.0 else norm * scale
     _refuse_on_disk(group, member)
@@ -97,7 +98,7 @@ def named_norm_parts(context: Context) -> list[tuple[str, Tensor]]:
     for group in context.groups:
         members = [m for m in group.members if m.has_gradient]
         arrival = context.gradients_of(group).host.arrivals.get(group)
-        whole = arrival.norms if arrival is not None and arrival.is_of(members) else None
+        whole = arrival.measured() if arrival is not None and arrival.is_of(members) else None
         if whole is not None and all(m.gradient_scale == 1.0 for m in members):
             parts.append((group.name, whole))
         else:

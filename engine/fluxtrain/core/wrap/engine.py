@@ -128,6 +128,8 @@ class Engine(Context):
             self.spill.close()
             for card in self.cards:
                 card.window.drain()
+                if card.gradients.sums is not None:
+                    card.gradients.sums.close()
                 card.device.close()
 
     # -- what it holds and has done ----------------------------------------------------------------

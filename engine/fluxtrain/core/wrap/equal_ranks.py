@@ -7,6 +7,7 @@ import hashlib
 import torch
 from torch import Tensor, distributed
 
+from fluxtrain.core.gradients.host_sums import HostSums
 from fluxtrain.core.memory.group import Group
 from fluxtrain.core.ranks.join import Ranks
 from fluxtrain.core.ranks.shares import Shares
@@ -47,6 +48,11 @@ def share_out(context: Context) -> None:
     for group in context.groups:
         if (shares := shares_of(context, group.placement)) is not None:
             group.share_out(shares)
+    exchange, device = context.exchange, context.device
+    shared = [group for group in context.groups if group.trained and group.shares is not None]
+    if exchange.on_host and exchange.memory is not None and shared:
+        sums = HostSums(shared, exchange.memory, device, exchange.factor)
+        context.cards[0].gradients.sums = sums
 
 
 def shares_of(context: Context, row: GroupPlacement) -> Shares | None:

@@ -440,6 +440,7 @@ def wrapped(
         sums=True,
         order=config.parallel.order,
         params=config.parallel.params,
+        on_host=config.parallel.gradients == "cpu_reduce",
     )
     try:
         streamed = wrap_placed(loaded.model, device, placement, cards=cards, **how)

@@ -1,0 +1,140 @@
+"""`HostSums`: gradients of a machine's ranks are added on the host (`parallel.gradients`).
+
+Each rank downloads its own sum of a group, in fp32, to a buffer that all of them see. When all sums
+are there, each rank adds the parts that it is home to, in the order of ranks, and rounds them once.
+The squares of their norms are added over ranks, too. A rank uses its buffers in turn.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fluxtrain.core.device.arena import HostArena, aligned
+from fluxtrain.core.device.cpu_device import CpuTransfer
+from fluxtrain.core.device.device import Device, Transfer
+from fluxtrain.core.device.worker import Worker
+from fluxtrain.core.gradients.host_gradients import Arrival, HostGradients
+from fluxtrain.core.memory.group import Group
+from fluxtrain.core.memory.segment import Segment
+from fluxtrain.core.ranks.shared_memory import SharedMemory
+from fluxtrain.core.ranks.shares import Shares
+from fluxtrain.events.trace.lanes import OTHER_RANKS
+
+BUFFERS = 3  # of a rank: one is filled while another is added up
+_PIECE_ELEMENTS = 1 << 20  # added at a time: what the processor's cache holds
+_SENT, _ADDED = 1, 2  # counters of the shared memory
+
+
+class HostSums:
+    """The buffers of all ranks; used by the thread of the backward pass, which waits for a buffer
+    where the host is slower than the computation."""
+
+    def __init__(
+        self, groups: Sequence[Group], memory: SharedMemory, device: Device, factor: float
+    ) -> None:
+        """Make room for sums of these groups; all ranks do so at once. factor: of each sum."""
+        self._memory, self._factor, self._rank = memory, factor, memory.mates.rank
+        self._stalls = device.stalls
+        elements = max(group.trained_elements for group in groups)
+        members = max(len(group.members) for group in groups)
+        room, of_norms = aligned(4 * elements), aligned(8 * members)
+        each = BUFFERS * (room + of_norms)
+        size_bytes, starts = memory.mates.world * each, range(memory.mates.world)
+        arena = HostArena(size_bytes, pin=False, shared=memory.take(size_bytes))
+        self._sums = [
+            [arena.tensor(torch.float32, elements, rank * each + n * room) for n in range(BUFFERS)]
+            for rank in starts
+        ]
+        self._squares = [
+            arena.tensor(
+                torch.float64, BUFFERS * members, (rank + 1) * each - BUFFERS * of_norms
+            ).view(BUFFERS, members)
+            for rank in starts
+        ]
+        if device.pins:
+            arena.lock_parts(self._sums[self._rank])
+        self._arena, self._scratch = arena, torch.empty(_PIECE_ELEMENTS, dtype=torch.float32)
+        self._worker = Worker("flux-host-sums")
+        self._jobs: list[Future[tuple[float, float]] | None] = [None] * BUFFERS
+        self._number = 0  # of sums so far, of every rank the same
+
+    def begin(
+        self, group: Group, flat: Tensor, host: HostGradients, again: set[Segment]
+    ) -> tuple[Transfer, Arrival]:
+        """Begin to add up `flat` (trained_elements,) fp32 of every rank, into the group's
+        gradients; fp32 for the segments `again`. Return the download of `flat`, and the rest."""
+        shares, slot = group.shares, self._number % BUFFERS
+        assert shares is not None
+        before, self._number = self._jobs[slot], self._number + 1
+        if before is not None:
+            CpuTransfer(before, self._stalls).wait_compute(OTHER_RANKS)
+        for segment in group.trained:
+            segment.is_wide = False
+            if segment in again:
+                group.memory.take_wide_gradient(segment)
+            host.scatter.forget(segment.gradient)
+        sent = host.staging.download_directly(
+            group, self._sums[self._rank][slot][: len(flat)], flat
+        )
+        members = [member for segment in group.trained for member in segment.members]
+        norms = torch.empty(len(members), dtype=torch.float32)
+        parts = [(segment, segment.gradient) for segment in group.trained]
+        add = partial(self._add, self._number, slot, sent, parts, shares, norms)
+        job = self._jobs[slot] = self._worker.submit(add)
+        places = {member.index: place for place, member in enumerate(members)}
+        arrival = Arrival([CpuTransfer(job, self._stalls)], norms, places, norms_are_late=True)
+        return sent, arrival
+
+    def _add(
+        self,
+        number: int,
+        slot: int,
+        sent: Transfer,
+        parts: list[tuple[Segment, Tensor]],
+        shares: Shares,
+        norms: Tensor,
+    ) -> tuple[float, float]:
+        sent.wait_host()
+        self._memory.post(_SENT, number)
+        self._memory.wait(_SENT, number)
+        started_s, base, place = time.perf_counter(), 0, 0
+        squares = self._squares[self._rank][slot]
+        for segment, to in parts:
+            for start, stop in shares.own(segment.elements):
+                self._add_range(slot, base, to, start, stop)
+            first, last = shares.apart(segment.elements)
+            for member in segment.members:
+                start, stop = member.offset, member.offset + member.count
+                mine = to[max(first, start) : max(first, start, min(stop, last))]
+                squares[place] = torch.linalg.vector_norm(mine, dtype=torch.float32).double() ** 2
+                place += 1
+            base += segment.elements
+        self._memory.post(_ADDED, number)
+        self._memory.wait(_ADDED, number)
+        together = torch.stack([of_rank[slot, :place] for of_rank in self._squares])
+        norms.copy_(together.sum(0).sqrt())
+        return started_s, time.perf_counter()
+
+    def _add_range(self, slot: int, base: int, to: Tensor, start: int, stop: int) -> None:
+        """Add the elements of all ranks in their order, and round them into `to`, a segment's
+        gradient, whose first element is at `base`."""
+        for first in range(start, stop, _PIECE_ELEMENTS):
+            last = min(stop, first + _PIECE_ELEMENTS)
+            ranks = [buffers[slot][base + first : base + last] for buffers in self._sums]
+            total = self._scratch[: last - first]
+            total.copy_(ranks[0])
+            for other in ranks[1:]:
+                total.add_(other)
+            if self._factor != 1.0:
+                total.mul_(self._factor)
+            to[first:last].copy_(total)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._worker.close()
