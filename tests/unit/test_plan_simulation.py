@@ -110,7 +110,13 @@ def model(edge: int = 0) -> ModelFacts:
     return ModelFacts(groups=(*first, *blocks), row=row)
 
 
-def timed(layout: Layout = STREAMED, passes: int = 1, edge: int = 0, **changes: Any) -> StepTime:
+def timed(
+    layout: Layout = STREAMED,
+    passes: int = 1,
+    edge: int = 0,
+    facts: dict[str, Any] | None = None,
+    **changes: Any,
+) -> StepTime:
     """A step on a machine whose block computes 40 ms forward and 120 back, copies 4 ms."""
     tried: dict[str, Any] = {
         "forward": Line(base=0.0, slope=0.005), "backward": Line(base=0.0, slope=0.015),
@@ -124,7 +130,8 @@ def timed(layout: Layout = STREAMED, passes: int = 1, edge: int = 0, **changes: 
         **{"adamw_per_s": 1e11, "h2d_bytes_per_s": 50e9, "d2h_bytes_per_s": 50e9, **changes},
     )  # fmt: skip
     clips = not layout.optimizer_in_backward
-    return step_time(model(edge), layout, rates, clips=clips, passes=passes)
+    of = replace(model(edge), **(facts or {}))
+    return step_time(of, layout, rates, clips=clips, passes=passes)
 
 
 COMPUTING_S = LAYERS * 0.16 + 0.04
@@ -205,3 +212,27 @@ def test_a_step_that_the_host_queues_slowly_takes_as_long_as_the_host() -> None:
 def test_while_adamw_runs_the_host_queues_more_slowly() -> None:
     slower = host(forward_beside=Line(base=0.0, slope=0.1))
     assert timed(adamw_per_s=1e9, host=slower).step_s > timed(adamw_per_s=1e9, host=host()).step_s
+
+
+def test_gradients_of_other_processes_are_added_beside_backward_and_bind_where_it_is_faster() -> (
+    None
+):
+    """Of two processes 4 bytes a parameter of each block cross between the cards each way."""
+    two = {"processes": 2, "parts": 2}
+    block_s, slow_s = 4 * BLOCK / 50e9, 4 * BLOCK / 0.5e9  # a block's backward takes 0.12
+    near, fast = timed(facts=two), timed(facts=two, peer_bytes_per_s=50e9)
+    slow = timed(facts=two, peer_bytes_per_s=0.5e9)
+    assert near.step_s < timed().step_s  # each downloads and updates its half
+    assert fast.step_s == pytest.approx(near.step_s + block_s)
+    bound_s = near.step_s + LAYERS * slow_s - (LAYERS - 1) * 0.12
+    assert slow.step_s == pytest.approx(bound_s, rel=5e-3)
+    device = replace(STREAMED, offload="none")
+    assert timed(device, facts=two, peer_bytes_per_s=0.5e9).step_s > timed(device).step_s + slow_s
+
+
+def test_gradients_that_the_host_adds_cross_the_bus_in_fp32() -> None:
+    two = {"processes": 2, "parts": 2, "adds_on_host": True}
+    on_host = timed(facts=two, peer_bytes_per_s=0.5e9)
+    added_s = BLOCK * (2 * 4 + 2) / 2 / (26 * 1e11)
+    more_s = on_host.step_s - timed(facts=two | {"adds_on_host": False}).step_s
+    assert more_s == pytest.approx(BLOCK * (4 - 2 / 2) / 50e9 + added_s)

@@ -32,6 +32,9 @@ def sums_at_once(processes: int) -> int:
     return 1 if processes == 1 else 2
 
 
+HOST_SUM_BUFFERS = 3  # of a process whose sums the host adds: one is filled while one is added
+
+
 def ring_depth(gradient_bytes: int) -> int:
     """Return the number of host buffers of one size for gradients of a step in backward: one in
     transfer, one in use, one for jitter; one alone for the largest (embedding, head), which come

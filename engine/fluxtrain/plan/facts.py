@@ -289,6 +289,8 @@ class ModelFacts:
     loose_bytes: int = 0  # of parameters in no group, which live on the device in every layout
     groups_at_once: int = 1  # that one part computes with
     processes: int = 1  # that add up their gradients
+    parts: int = 1  # of the host's states and gradients, of which a process has one
+    adds_on_host: bool = False  # where the gradients of processes are added
     row: RowFacts | None = None
     fuses_loss: bool = False  # on a GPU a resident head makes no logits of all tokens
     loss_bytes: int = 0  # workspace of a loss that is computed here with another card's head

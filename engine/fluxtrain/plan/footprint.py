@@ -33,6 +33,7 @@ from itertools import chain
 
 from fluxtrain.plan.depths import (
     DISK_RING_BYTES,
+    HOST_SUM_BUFFERS,
     RECORD_BUFFERS,
     RECORD_BYTES,
     ring_depth,
@@ -172,6 +173,9 @@ def footprint(facts: ModelFacts, layout: Layout, *, has_gpu: bool) -> Footprint:
     arenas += _gradients_on_host(facts, on_host, layout)
     arenas += by_rows.host_bytes(layout.passes) if by_rows is not None else 0
     arenas += DISK_RING_BYTES if layout.disk_groups or layout.disk_weights else 0
+    if facts.adds_on_host:
+        largest = max((group.trained for group in on_host if group.kind == "block"), default=0)
+        arenas += HOST_SUM_BUFFERS * facts.processes * FP32_BYTES * largest
     host = arenas + block_inputs_on_host_bytes(facts, layout)
     return Footprint(
         **device,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fluxtrain.events.answers.machine import TOGETHER, card_rate_name, peer_name
+from fluxtrain.events.answers.machine import PEER, TOGETHER, card_rate_name, peer_name
 from fluxtrain.plan.calibration import Calibration, Line
 from fluxtrain.plan.facts import GroupFacts
 
@@ -52,6 +52,7 @@ class Rates:
     d2h_both_bytes_per_s: float | None = None
     disk_bytes_per_s: float | None = None  # of reading; None: not measured, taken as no wait
     disk_write_bytes_per_s: float | None = None
+    peer_bytes_per_s: float | None = None  # between the two cards that are slowest at it
     calibration: Calibration | None = None  # of the model that is planned
 
     @property
@@ -134,6 +135,7 @@ def rates_from(
         d2h_both_bytes_per_s=known.get("d2h_both_ways"),
         disk_bytes_per_s=known.get("disk_read"),
         disk_write_bytes_per_s=known.get("disk_write"),
+        peer_bytes_per_s=min((known[n] for n in known if n.startswith(PEER)), default=None),
         calibration=calibration,
     )
 

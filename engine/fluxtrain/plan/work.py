@@ -58,6 +58,8 @@ class GroupWork:
     streams: bool = False  # through slots that the streamed blocks of the card share
     down_input_s: float = 0.0  # inputs that wait on the host
     down_s: tuple[float, ...] = (0.0,)  # gradients, of each pass
+    exchange_s: float = 0.0  # adding gradients of other processes, on the cards
+    adds_s: float = 0.0  # the same on the host, behind the download
     staging: int = 2  # device buffers that they are downloaded through
     ring: tuple[int, int] = (0, 3)  # their size on the host, and how many buffers of it there are
     states_s: float = 0.0  # its optimizer states from disk and back, with its update
@@ -376,7 +378,9 @@ class _Share:
         input_bytes = self._input_bytes * (row.activations == "inputs_on_host")
         up_bytes = group.weight_bytes if streams else group.rounded_bytes * on_host
         forward_s, backward_s = self._chunk_s(row)
-        gradients = self._gradients(group, row, passes) if on_host else {}
+        gradients: dict[str, Any] = {"exchange_s": self._exchange_s(group)}
+        if on_host:
+            gradients = self._gradients(group, row, passes)
         return GroupWork(
             card=self.card,
             kind="block",
@@ -416,7 +420,7 @@ class _Share:
     ) -> GroupWork:
         kind: Literal["start", "head"] = "head" if behind else "start"
         if group not in self.on_host:
-            return GroupWork(card=self.card, kind=kind)
+            return GroupWork(card=self.card, kind=kind, exchange_s=self._exchange_s(group))
         by_rows = self.by_rows if self.by_rows and self.by_rows.table is group else None
         in_chunks = self.chunked is not None and self.chunked.group is group
         up_bytes = group.rounded_bytes
@@ -452,7 +456,7 @@ class _Share:
         downs = [size / self.rates.down_both for size in each]
         if by_rows.tied:
             downs = [one + other for one, other in zip(downs, whole["down_s"], strict=True)]
-        return {"down_s": tuple(downs), "up_sums_s": ()}
+        return {"down_s": tuple(downs), "up_sums_s": (), "exchange_s": 0.0, "adds_s": 0.0}
 
     def _gradients(self, group: GroupFacts, row: GroupPlacement, passes: int) -> dict[str, Any]:
         """Return the copies and updates of the gradients of a group on the host. The first pass
@@ -469,16 +473,33 @@ class _Share:
         read_s = there / (rates.disk_bytes_per_s or float("inf"))
         write_s = there / (rates.disk_write_bytes_per_s or float("inf"))
         ups = [down_bytes, *[wide] * (passes - 2)][: passes - 1]
-        downs = [down_bytes, *[wide] * (passes - 1)]
+        downs: list[float] = [down_bytes, *[wide] * (passes - 1)]
+        facts = self.whole
+        parts = 1 if "disk" in (row.weights, row.state, row.gradients) else facts.parts
+        adds_s, on_host = 0.0, facts.adds_on_host and parts > 1 and group.kind == "block"
+        if on_host:
+            downs[-1] = FP32_BYTES * group.trained
+            moved = FP32_BYTES * facts.processes * group.trained + group.rounded_bytes
+            adds_s = moved / parts / (BF16_UPDATE_BYTES * rates.adamw_per_s)
+        else:
+            downs[-1] /= parts
         return {
+            "exchange_s": 0.0 if on_host else self._exchange_s(group),
+            "adds_s": adds_s,
             "down_s": tuple(size / self.rates.down_both for size in downs),
             "up_sums_s": tuple(size / self.rates.up_both for size in ups),
             "staging": staging_depth(group.rounded_bytes),
             "ring": (group.rounded_bytes, ring_depth(group.rounded_bytes)),
             "states_s": (read_s + write_s) * spills,
-            "update_s": update_s,
-            "moments_s": moments_s,
+            "update_s": update_s / parts,
+            "moments_s": moments_s / parts,
         }
+
+    def _exchange_s(self, group: GroupFacts) -> float:
+        """Return the seconds in which the cards of all processes add up a group's gradients: each
+        sends and gets all but its own part twice; 0 where no rate is known."""
+        sent = 2 * (1 - 1 / self.whole.processes) * FP32_BYTES * group.trained
+        return sent / (self.rates.peer_bytes_per_s or float("inf"))
 
     def host_bytes(self, groups: Sequence[GroupWork], passes: int) -> float:
         """Return the bytes that a step moves in host memory: updates, and copies up and down."""

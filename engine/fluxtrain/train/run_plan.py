@@ -122,7 +122,12 @@ def plan_run(
     Raises:
         DoesNotFit: host memory, the device or the disk cannot hold the run.
     """
-    facts = replace(model_facts_for(config, loaded.model), processes=ranks.world)
+    facts = replace(
+        model_facts_for(config, loaded.model),
+        processes=ranks.world,
+        parts=parts_of(config, ranks),
+        adds_on_host=config.parallel.gradients == "cpu_reduce",
+    )
     constants = calibrated(config, facts, loaded, task, (machine, device, batch_rows))
     measured = constants.applied(facts)
     to_come = constants.still_to_come_bytes

@@ -275,7 +275,7 @@ class FlatSum:
         self._again = self._add_stored(stays=group.is_on("device", "gradients"))
         if host.exchanges(group):
             flat = self.flat[: group.trained_elements]
-            if sums is None or group.shares is None:
+            if sums is None or not sums.takes(group):
                 self._sent = host.exchange.begin(flat, host.device)
             else:
                 host.exchange.agree()

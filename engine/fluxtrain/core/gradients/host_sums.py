@@ -2,7 +2,8 @@
 
 Each rank downloads its own sum of a group, in fp32, to a buffer that all of them see. When all sums
 are there, each rank adds the parts that it is home to, in the order of ranks, and rounds them once.
-The squares of their norms are added over ranks, too. A rank uses its buffers in turn.
+The squares of their norms are added over ranks, too. A rank uses its buffers in turn. Groups of
+blocks alone are added so: embeddings and heads send rows and parts, and would need large buffers.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from fluxtrain.core.memory.segment import Segment
 from fluxtrain.core.ranks.shared_memory import SharedMemory
 from fluxtrain.core.ranks.shares import Shares
 from fluxtrain.events.trace.lanes import OTHER_RANKS
+from fluxtrain.plan.depths import HOST_SUM_BUFFERS as BUFFERS
 
-BUFFERS = 3  # of a rank: one is filled while another is added up
 _PIECE_ELEMENTS = 1 << 20  # added at a time: what the processor's cache holds
 _SENT, _ADDED = 1, 2  # counters of the shared memory
 
@@ -63,6 +64,11 @@ class HostSums:
         self._worker = Worker("flux-host-sums")
         self._jobs: list[Future[tuple[float, float]] | None] = [None] * BUFFERS
         self._number = 0  # of sums so far, of every rank the same
+
+    @staticmethod
+    def takes(group: Group) -> bool:
+        """Return whether ranks add up this group's gradients on the host."""
+        return group.kind == "block" and bool(group.trained) and group.shares is not None
 
     def begin(
         self, group: Group, flat: Tensor, host: HostGradients, again: set[Segment]

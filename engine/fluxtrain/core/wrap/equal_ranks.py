@@ -49,7 +49,7 @@ def share_out(context: Context) -> None:
         if (shares := shares_of(context, group.placement)) is not None:
             group.share_out(shares)
     exchange, device = context.exchange, context.device
-    shared = [group for group in context.groups if group.trained and group.shares is not None]
+    shared = [group for group in context.groups if HostSums.takes(group)]
     if exchange.on_host and exchange.memory is not None and shared:
         sums = HostSums(shared, exchange.memory, device, exchange.factor)
         context.cards[0].gradients.sums = sums

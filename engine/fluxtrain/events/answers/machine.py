@@ -128,9 +128,12 @@ def card_rate_name(card: int, name: str) -> str:
     return f"card{card}_{name}" if card else name
 
 
+PEER = "peer_"  # begins the names of such rates
+
+
 def peer_name(source: int, target: int) -> str:
     """Name the rate of copies from one card to another."""
-    return f"peer_{source}_{target}"
+    return f"{PEER}{source}_{target}"
 
 
 def rate_value_text(name: str, per_s: float | None) -> str:
