@@ -20,6 +20,7 @@ from transformers import Trainer, TrainingArguments
 
 import fluxtrain
 from fluxtrain.core.device.arena import HostArena
+from fluxtrain.core.ranks import join
 from fluxtrain.core.ranks.exchange import Exchange, added
 from fluxtrain.core.wrap import wrap
 from fluxtrain.core.wrap.engine import engine_of
@@ -120,6 +121,23 @@ def shared(
     with pytest.MonkeyPatch.context() as patch:
         share(patch, params, on_host)
         return several(cases)
+
+
+def on_two_machines(cases: list[tuple[str, str, dict[str, Any]]]) -> list[Weights]:
+    """What `shared` returns, of two ranks on each of two machines."""
+    with pytest.MonkeyPatch.context() as patch:
+        machine = f"machine {distributed.get_rank() // 2}"
+        patch.setattr(join, "_machine", lambda: machine)
+        return shared(cases, "full")
+
+
+@pytest.mark.slow
+def test_each_machine_holds_the_weights_of_its_ranks_once(tmp_path: Path) -> None:
+    cases: list[tuple[str, str, dict[str, Any]]] = [("bf16", "plain", {}), ("lora", "ddp", {})]
+    each = together(4, shared, tmp_path / "each", cases, None)
+    for found in together(4, on_two_machines, tmp_path / "once", cases):
+        for one, other in zip(each[0], found, strict=True):
+            assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def share(patch: pytest.MonkeyPatch, params: Params | None, on_host: bool = False) -> None:
