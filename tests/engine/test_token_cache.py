@@ -34,8 +34,9 @@ def data(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """Rows of one kind, every one another."""
     path = tmp_path / f"{request.param}.jsonl"
     draw = random.Random(5)
+    rows = 2000 if request.node.get_closest_marker("slow") else 700
     with path.open("w") as file:
-        for number in range(2000):
+        for number in range(rows):
             words = " ".join(
                 draw.choices(
                     ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs"], k=12
@@ -49,8 +50,8 @@ def data(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "SHARD_TOKENS", 4096)
-    monkeypatch.setattr("fluxtrain.data.encoding.encode.BATCH_CHARACTERS", 8192)
+    monkeypatch.setattr(shards, "SHARD_TOKENS", 1400)
+    monkeypatch.setattr("fluxtrain.data.encoding.encode.BATCH_CHARACTERS", 2800)
 
 
 def worker(data: str, cache: Path, tokenizer: Path) -> subprocess.Popen[str]:
