@@ -53,9 +53,11 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 200.0) -> None:
 
 
 def steps_done(run_dir: Path) -> int:
-    if not (run_dir / "events.ndjson").exists():
+    """Counted without reading them, for those who ask every few milliseconds."""
+    try:
+        return (run_dir / "events.ndjson").read_bytes().count(b'{"event":"step",')
+    except FileNotFoundError:
         return 0
-    return len(told(run_dir, StepFinished))
 
 
 def curve(run_dir: Path) -> dict[int, set[tuple[float, float, float | None]]]:

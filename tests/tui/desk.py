@@ -58,10 +58,14 @@ class Terminal:
         ready, _, _ = select.select([self._master], [], [], limit_s)
         if not ready:
             return True
+        data = b""
         try:
-            data = os.read(self._master, 1 << 16)
+            while ready and len(data) < 1 << 16:  # each read gives a part of what was drawn
+                data += os.read(self._master, 1 << 16)
+                ready, _, _ = select.select([self._master], [], [], 0)
         except OSError:  # EIO: the last process on the terminal has ended
-            return False
+            if not data:
+                return False
         self.output += data
         self._stream.feed(data)
         return bool(data)
@@ -94,11 +98,12 @@ class Terminal:
 
     def until(self, *texts: str, patience_s: float = PATIENCE_S) -> None:
         """Wait until the screen shows all of `texts`."""
-        deadline = time.monotonic() + patience_s
-        while not all(text in self.text for text in texts):
+        deadline, shown = time.monotonic() + patience_s, self.text
+        while not all(text in shown for text in texts):
             alive = self.read(0.1)
+            shown = self.text
             if not alive or time.monotonic() > deadline:
-                raise AssertionError(f"{texts} never came on screen:\n{self.text}")
+                raise AssertionError(f"{texts} never came on screen:\n{shown}")
 
     def until_written(self, *texts: bytes) -> None:
         """Wait until all of `texts` were written, whatever the screen takes them for."""
