@@ -21,6 +21,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import distributed
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from fluxtrain.core.ranks.cores import bind
 from fluxtrain.errors import BadInput, FluxTrainError, MisusedModel, RankLost
@@ -185,7 +187,12 @@ def join_launched() -> Ranks:
     if has_gpu:
         torch.cuda.set_device(gpu_of_rank(torch.cuda.device_count()))
     backend = "cpu:gloo,cuda:nccl" if has_gpu else "gloo"
-    distributed.init_process_group(backend, timeout=LONGEST_WAIT)
+    # torchrun keeps its store over restarts: the addresses there are of processes that have ended
+    store, rank, world = next(rendezvous("env://", timeout=LONGEST_WAIT))
+    store = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    distributed.init_process_group(
+        backend, store=store, rank=rank, world_size=world, timeout=LONGEST_WAIT
+    )
     ranks = joined()
     if threads := bind(ranks.local_rank, ranks.local_world):
         torch.set_num_threads(threads)
