@@ -82,9 +82,6 @@ def test_what_is_encoded_on_the_gpu_is_what_the_processor_encodes(group: Any, na
     total = exchange.scatter_sum(rows[:1].cuda(), "rows")
     assert total.is_cuda and torch.isfinite(total).all()
     assert exchange.seconds().encode_s > 0
-    if compressor.fuses:  # and compiled
-        apart = (total - rows[0].cuda()).norm() / rows[0].norm()
-        assert apart < {"int8": 0.02, "fp8": 0.05}[name]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from fluxtrain.errors import BadInput
 from fluxtrain.parallel.compress.compressor import Compressor, columns_of, joined, pack, unpack
-from fluxtrain.parallel.compress.exchange import fused
 from fluxtrain.parallel.compress.registry import COMPRESSORS, HYBRID, method_named
 
 # relative 2-norm of the error of one Gaussian row of 4,000 numbers: at most
@@ -224,22 +223,3 @@ def test_scaled_values_with_feedback_do_diverge_and_unscaled_ones_do_not() -> No
 def test_too_many_ranks_for_a_sum_in_eight_bits_are_refused() -> None:
     with pytest.raises(BadInput, match="take int8"):
         method_named("int8_sum").compressor.for_ranks(128)
-
-
-def test_what_cannot_be_compiled_is_computed_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    attempts = []
-
-    def refused(function: Any, **_: Any) -> Any:
-        def call(*arguments: Any) -> Any:
-            attempts.append(arguments)
-            raise RuntimeError("no C compiler")
-
-        return call
-
-    monkeypatch.setattr(torch, "compile", refused)
-    compressor = method_named("int8").compressor.for_ranks(2)
-    encode, rows = fused(compressor.encode), torch.randn(2, 100)
-    for _ in range(2):
-        for one, other in zip(encode(rows, None), compressor.encode(rows, None), strict=True):
-            assert torch.equal(one, other)
-    assert len(attempts) == 1

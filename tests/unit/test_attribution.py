@@ -46,6 +46,13 @@ def test_the_optimizer_that_is_waited_for_is_named_with_its_time_and_the_wait() 
     assert one.waits_s == pytest.approx({"update": 0.12})
 
 
+def test_processes_that_are_waited_for_bind_the_step() -> None:
+    one = found(("gpu", "backward", 0.0, 0.7), ("stall", "ranks", 0.7, 1.0))
+    assert one.bound == "ranks"
+    told = "computation 700 ms of 1.00 s, waits 300 ms for other processes"
+    assert one.because == told and one.told in summary_lines(one, "run")[-1]
+
+
 def test_a_stall_for_weights_while_no_copy_runs_is_a_wait_for_their_update() -> None:
     one = found(
         ("stall", "weights", 0.0, 0.5),

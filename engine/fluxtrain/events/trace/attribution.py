@@ -36,6 +36,10 @@ CAUSE_LANES = {  # the lane that each cause of waiting waits for
     "checkpoint": "disk", "disk": "disk", "data": "host", "host": "host", OTHER_CARDS: OTHER_CARDS,
     OTHER_RANKS: OTHER_RANKS,
 }  # fmt: skip
+_IDLE = {  # of lanes that are not this one's
+    OTHER_CARDS: "idle beside others {}",
+    OTHER_RANKS: "waits {} for other processes",
+}
 QUEUED_LATE = "queued late by the host"  # a GPU computed no faster than it got its work
 BINDS_FROM = 0.1  # of the step: a lane with shorter waits does not bind it
 _PHASES = ("forward", "backward", "optimizer", "other")  # of the host's lane: no waiting
@@ -267,8 +271,8 @@ def _bound(
         causes = sorted(waits_s, key=lambda cause: -waits_s[cause])
         cause = next(c for c in causes if c != "host" and CAUSE_LANES.get(c, "host") == "host")
         return worst, f"host, the computation waits {waited} of {whole} for {cause}", aside
-    if worst == OTHER_CARDS:
-        return worst, f"{computing} of {whole}, idle beside others {waited}", aside
+    if worst in _IDLE:
+        return worst, f"{computing} of {whole}, {_IDLE[worst].format(waited)}", aside
     busy = f"{LANE_NAMES[worst]} {duration_text(busy_s[worst])} of {whole}"
     return worst, f"{busy}, the computation waits {waited} for it", aside
 

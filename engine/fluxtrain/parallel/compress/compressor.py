@@ -28,7 +28,6 @@ class Compressor:
     bias: ClassVar[Bias] = "biased"  # of a decoded value, over many draws
     extra_collectives: ClassVar[int] = 0  # for each exchange, besides the one of the bytes
     index_columns: ClassVar[int] = 0  # the first so many say where values belong
-    fuses: ClassVar[bool] = False  # torch.compile makes few kernels of it; it draws no numbers
 
     def for_ranks(self, ranks: int) -> Self:
         """Return what sums over so many ranks. Raises BadInput where that is impossible."""

@@ -8,7 +8,6 @@ compressor's bytes.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,12 +21,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from fluxtrain.errors import MisusedModel
-from fluxtrain.machine.failures import first_line
 from fluxtrain.parallel.compress.compressor import Columns, columns_of, joined
 from fluxtrain.parallel.compress.low_rank import PowerSgd
 from fluxtrain.parallel.compress.registry import Method
 
-_LOG = logging.getLogger("fluxtrain")
 RAW_BYTES = 2  # of a number without compression: bf16
 _BUCKET = "bucket"
 _all_gather = getattr(  # its name from torch 2.13 on, and before
@@ -72,12 +69,7 @@ class Exchange:
 
         Raises BadInput where the method cannot sum over so many ranks.
         """
-        self._compressor = compressor = method.compressor.for_ranks(group.size())
-        self._encode: Any = compressor.encode
-        self._decode_own_sum: Any = compressor.decode_sum  # of what no other rank decodes
-        if device.type == "cuda" and compressor.fuses:
-            self._encode = fused(compressor.encode)
-            self._decode_own_sum = fused(compressor.decode_sum)
+        self._compressor = method.compressor.for_ranks(group.size())
         self._feedback, self._group, self._ranks = method.feedback, group, group.size()
         self.counts = Counts()
         self.residuals: dict[str, Tensor] = {}  # of error feedback, fp32
@@ -95,8 +87,7 @@ class Exchange:
         received = torch.empty_like(wire)
         distributed.all_to_all_single(received, wire, group=self._group)
         self._count(rows.shape[1] * (self._ranks - 1), rows.shape[1], columns, agreed)
-        received_columns = columns_of(received, columns)
-        return self._decoded_sum(received_columns, rows.shape[1], agreed, self._decode_own_sum)
+        return self._decoded_sum(columns_of(received, columns), rows.shape[1], agreed)
 
     def gather_sum(self, values: Tensor, key: str, residual: Tensor | None = None) -> Tensor:
         """Send (N,) to every rank; return the sum (N,) of all, the same bits on each.
@@ -107,8 +98,7 @@ class Exchange:
         kept = self._residual(key, rows) if residual is None else residual.unsqueeze(0)
         columns, agreed = self._encoded(rows, kept, key)
         self._count(count * 2 * (self._ranks - 1) // self._ranks, count, columns, agreed)  # a ring
-        decode_sum = self._compressor.decode_sum  # the same bits on each
-        return self._decoded_sum(self._gathered(columns), count, agreed, decode_sum)
+        return self._decoded_sum(self._gathered(columns), count, agreed)
 
     def gather(self, values: Tensor) -> Tensor:
         """Send (N,) to every rank; return (W, N) as all decode it, this rank's own included."""
@@ -161,8 +151,7 @@ class Exchange:
                 rows = rows + residual
         agreed = self._agreed(self._compressor.proposal(rows))
         with self._timed("encode_s", rows.device):
-            draws = None if self._compressor.fuses else self.draws
-            sent = self._encode(rows, draws, agreed)
+            sent = self._compressor.encode(rows, self.draws, agreed)
             if self._feedback:
                 lost = rows - self._compressor.decode(sent, rows.shape[1], agreed)
                 before = torch.zeros_like(lost) if residual is None else residual
@@ -194,10 +183,10 @@ class Exchange:
         self.counts.agree_s += time.perf_counter() - started_s
         return agreed
 
-    def _decoded_sum(self, received: Columns, count: int, agreed: float, decode_sum: Any) -> Tensor:
+    def _decoded_sum(self, received: Columns, count: int, agreed: float) -> Tensor:
         finite, *sent = received
         with self._timed("decode_s", finite.device):
-            total = decode_sum(tuple(sent), count, agreed)
+            total = self._compressor.decode_sum(tuple(sent), count, agreed)
             return torch.where((finite == 1).all(), total, torch.nan)
 
     def _count(self, raw: int, count: int, columns: Columns, agreed: float = 0.0) -> None:
@@ -225,25 +214,6 @@ class Exchange:
             started_s = time.perf_counter()
             yield
             setattr(self.counts, name, getattr(self.counts, name) + time.perf_counter() - started_s)
-
-
-def fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function as few kernels, which torch compiles at its first call; as it is where
-    that is not possible, which is logged."""
-    compiled = torch.compile(function, dynamic=True)
-
-    def call(*arguments: Any) -> Any:
-        nonlocal compiled
-        try:
-            return compiled(*arguments)
-        except RuntimeError as error:  # as torch's compilers raise
-            if compiled is function or isinstance(error, torch.OutOfMemoryError):
-                raise
-            _LOG.warning("a compressor is not compiled, and slower: %s", first_line(error))
-            compiled = function
-        return function(*arguments)
-
-    return call
 
 
 class _Allocates:

@@ -115,7 +115,6 @@ class Int8(_Levels):
 
     name: ClassVar[str] = "int8"
     source: ClassVar[str] = "block-wise scales: arXiv 2110.02861; exchange: arXiv 2306.10209"
-    fuses: ClassVar[bool] = True
     num_bits: Literal[8, 4] = 8  # type: ignore[misc]
 
     def _codes(self, scaled: Tensor, draws: torch.Generator) -> Tensor:
@@ -128,7 +127,6 @@ class Fp8(_Scaled):
 
     name: ClassVar[str] = "fp8"
     source: ClassVar[str] = "E4M3 of arXiv 2209.05433"
-    fuses: ClassVar[bool] = True
 
     def _top(self) -> float:
         return torch.finfo(torch.float8_e4m3fn).max
