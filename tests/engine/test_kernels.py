@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from types import ModuleType
+from copy import deepcopy
+from types import MethodType, ModuleType
 from typing import Any
 
 import pytest
@@ -61,17 +62,19 @@ def test_on_a_gpu_ligers_kernels_are_applied_without_its_losses(
 def test_a_sharded_model_gets_ligers_loss_where_its_head_is_plain(
     model: LlamaForCausalLM, liger: list[dict[str, Any]]
 ) -> None:
-    seen: list[dict[str, Any]] = []
+    seen: list[tuple[Any, bool | None]] = []
 
-    def forward(labels: Any = None, skip_logits: bool | None = None) -> None:
-        seen.append({"labels": labels, "skip_logits": skip_logits})
+    def forward(self: Any, labels: Any = None, skip_logits: bool | None = None) -> None:
+        seen.append((self, skip_logits))
 
-    model.forward = forward  # type: ignore[assignment]  # as liger gives it one
+    model.forward = MethodType(forward, model)  # type: ignore[method-assign]  # as liger does
     choose_kernels("auto", model, "cuda", with_loss=True)
     assert liger[-1]["fused_linear_cross_entropy"]
     model(labels=1)
     model()
-    assert [one["skip_logits"] for one in seen] == [True, False]  # prompts need logits
+    copied = deepcopy(model)  # as block timing makes one
+    copied(labels=1)
+    assert seen == [(model, True), (model, False), (copied, True)]  # prompts need logits
     model.lm_head = nn.Sequential(model.lm_head)  # type: ignore[assignment]  # as with an adapter
     assert not fuses_loss("auto", model) and not fuses_loss("torch", model)
     choose_kernels("auto", model, "cuda", with_loss=True)

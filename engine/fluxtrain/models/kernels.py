@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 import os
 from importlib.metadata import PackageNotFoundError, version
+from types import MethodType
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
@@ -106,13 +107,13 @@ def _apply(model: PreTrainedModel, *, with_loss: bool) -> None:
     _apply_liger_kernel_to_instance(
         model=model, fused_linear_cross_entropy=with_loss, cross_entropy=False
     )
-    forward = model.forward
-    if not with_loss or "skip_logits" not in inspect.signature(forward).parameters:
+    own: Any = getattr(model.forward, "__func__", None)  # liger's, bound to this model
+    if not with_loss or own is None or "skip_logits" not in inspect.signature(own).parameters:
         return
 
-    @functools.wraps(forward)
-    def without_logits(*arguments: Any, labels: Tensor | None = None, **options: Any) -> Any:
+    @functools.wraps(own)
+    def without_logits(self: Any, *given: Any, labels: Tensor | None = None, **options: Any) -> Any:
         """Make no logits beside a loss in evaluations either."""
-        return forward(*arguments, labels=labels, skip_logits=labels is not None, **options)
+        return own(self, *given, labels=labels, skip_logits=labels is not None, **options)
 
-    model.forward = without_logits
+    model.forward = MethodType(without_logits, model)  # copies of the model get one of their own
