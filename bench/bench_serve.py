@@ -25,6 +25,9 @@ async def asked(model: str, options: list[str], counts: list[int], tokens: int) 
     events = talk.events()
     while not isinstance(await anext(events), Ready):
         pass
+    await talk.ask(Ask(id="first", prompt=PROMPT, max_new_tokens=2))  # loads what a pass needs
+    while not isinstance(await anext(events), Answered):
+        pass
     rates: dict[int, float] = {}
     for rows in counts:
         begun_s, answers = time.perf_counter(), list[Answered]()
