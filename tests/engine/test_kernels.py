@@ -9,6 +9,7 @@ from types import MethodType, ModuleType
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -75,6 +76,8 @@ def test_a_sharded_model_gets_ligers_loss_where_its_head_is_plain(
     copied = deepcopy(model)  # as block timing makes one
     copied(labels=1)
     assert seen == [(model, True), (model, False), (copied, True)]  # prompts need logits
+    model.lm_head.bias = nn.Parameter(torch.zeros(16))
+    assert not fuses_loss("auto", model)
     model.lm_head = nn.Sequential(model.lm_head)  # type: ignore[assignment]  # as with an adapter
     assert not fuses_loss("auto", model) and not fuses_loss("torch", model)
     choose_kernels("auto", model, "cuda", with_loss=True)

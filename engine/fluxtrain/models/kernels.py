@@ -69,13 +69,10 @@ def fuses_loss(wished: Kernels, model: nn.Module) -> bool:
     """Return whether liger would compute the head of `model` with its loss on a GPU."""
     known: Any = model
     kind = str(getattr(known.config, "model_type", ""))
-    if (
-        wished == "torch"
-        or kind in NOT_FUSED
-        or type(known.get_output_embeddings()) is not nn.Linear
-    ):
-        return False  # an adapter on the head would be left out
-    return _what_is_missing(kind, "cuda") is None
+    head = known.get_output_embeddings()
+    plain = type(head) is nn.Linear and head.bias is None  # liger would leave out adapter and bias
+    allowed = wished != "torch" and kind not in NOT_FUSED
+    return plain and allowed and _what_is_missing(kind, "cuda") is None
 
 
 def _what_is_missing(kind: str, device: str) -> str | None:
