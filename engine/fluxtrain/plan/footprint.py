@@ -176,7 +176,8 @@ def footprint(facts: ModelFacts, layout: Layout, *, has_gpu: bool) -> Footprint:
     if facts.adds_on_host:
         largest = max((group.trained for group in on_host if group.kind == "block"), default=0)
         arenas += HOST_SUM_BUFFERS * facts.processes * FP32_BYTES * largest
-    host = arenas + block_inputs_on_host_bytes(facts, layout)
+    # the host is taken for what holds the parts of all processes
+    host = arenas + facts.parts * block_inputs_on_host_bytes(facts, layout)
     return Footprint(
         **device,
         arena_bytes=arenas,

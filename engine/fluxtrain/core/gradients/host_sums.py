@@ -134,8 +134,8 @@ class HostSums:
             last = min(stop, first + _PIECE_ELEMENTS)
             ranks = [buffers[slot][base + first : base + last] for buffers in self._sums]
             total = self._scratch[: last - first]
-            total.copy_(ranks[0])
-            for other in ranks[1:]:
+            torch.add(ranks[0], ranks[1], out=total)
+            for other in ranks[2:]:
                 total.add_(other)
             if self._factor != 1.0:
                 total.mul_(self._factor)

@@ -85,6 +85,13 @@ class Exchange:
         self._kept = not self.is_on
         return not self._kept
 
+    def close(self) -> None:
+        """End the thread of shared weights."""
+        if self.shares is not None:
+            self.shares.close()
+        if self.memory is not None:
+            self.memory.close()
+
     def follow(self, waits: Callable[[], bool]) -> None:
         """Let `waits` say whether a later pass exchanges, as `no_sync` of a DDP around the model
         does."""

@@ -29,11 +29,12 @@ class SharedMemory:
     def __init__(self, mates: Ranks) -> None:
         """Meet the `mates`, which are all ranks of this machine (`Ranks.of_machine`)."""
         self.mates, self._end = mates, 0
-        self._file = _handed_over(mates)
+        self._file: int | None = _handed_over(mates)
         self._counts = memoryview(self.take(mmap.PAGESIZE)).cast("q")
 
     def take(self, size_bytes: int) -> mmap.mmap:
         """Return zeroed memory of the size, the same on each rank; all ranks ask at once."""
+        assert self._file is not None, "closed"
         start = self._end
         self._end += -(-max(1, size_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
         if self.mates.is_first:
@@ -41,6 +42,12 @@ class SharedMemory:
             touch(of_file(self._file, self._end - start, start))
         self.meet()
         return of_file(self._file, self._end - start, start)
+
+    def close(self) -> None:
+        """Take no more; what was taken stays while it is used."""
+        file, self._file = self._file, None
+        if file is not None:
+            os.close(file)
 
     def meet(self) -> None:
         """Wait for all ranks of this machine to come here, too."""

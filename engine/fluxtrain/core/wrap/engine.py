@@ -123,8 +123,7 @@ class Engine(Context):
             self.updates.wait()
         finally:  # also after a failed update
             self.updates.close()
-            if self.exchange.shares is not None:
-                self.exchange.shares.close()
+            self.exchange.close()
             self.spill.close()
             for card in self.cards:
                 card.window.drain()
