@@ -35,7 +35,7 @@ from fluxtrain.events.answers.generation import (
 from fluxtrain.models.generate.prompts import Prompting, read_prompts
 from fluxtrain.models.generate.sampling import Sampling
 from fluxtrain.results.generation_session import GenerationSession
-from fluxtrain.results.serving import Stopping, serve
+from fluxtrain.results.serving import TOGETHER_S, Stopping, serve
 from tests.engine.used_models import greedy, opened, plain
 
 Folder = Callable[..., Path]
@@ -288,6 +288,27 @@ def test_a_stop_is_heard_while_an_answer_is_written(model_folder: Folder) -> Non
     first, second = (event for event in events if isinstance(event, Answered))
     assert (first.ended, first.id) == ("stopped", "a") and first.tokens < 100
     assert (second.ended, second.tokens) == ("length", 3)
+
+
+def test_asks_that_keep_coming_do_not_hold_up_the_first(model_folder: Folder) -> None:
+    begun, waited = threading.Event(), list[bool]()
+
+    def lines() -> Any:
+        yield encoded(Ask(id="a", prompt="the fox"))
+        for _ in range(100):
+            if begun.wait(TOGETHER_S / 4):
+                break
+            yield encoded(Stop(id="another"))
+        waited.append(not begun.is_set())
+
+    def hear(told: Sequence[Event]) -> None:
+        if any(isinstance(event, Text) for event in told):
+            begun.set()
+
+    with opened(model_folder("qwen3")) as model:
+        session = GenerationSession.of(model, Prompting(model), Sampling(max_new_tokens=9))
+        serve(session, lines(), hear, Stopping())
+    assert waited == [False]
 
 
 def test_a_stop_reaches_an_ask_that_waits_and_none_that_comes_later(model_folder: Folder) -> None:

@@ -85,9 +85,13 @@ def serve(
         """Take the lines that have come; wait for one where nothing else is to do, and a moment for
         those that come with the first, so that they share its passes."""
         nonlocal has_ended
+        until_s: float | None = None  # once there is an answer to begin
         while not has_ended and not (answering.is_writing and heard.empty()):
+            if answering.is_busy and until_s is None:
+                until_s = perf_counter() + TOGETHER_S
+            left_s = None if until_s is None else max(0.0, until_s - perf_counter())
             try:
-                line = heard.get(timeout=TOGETHER_S if answering.is_busy else None)
+                line = heard.get(timeout=left_s)
             except queue.Empty:
                 break
             has_ended = line is None
