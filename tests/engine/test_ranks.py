@@ -22,6 +22,7 @@ import fluxtrain
 from fluxtrain.core.device.arena import HostArena
 from fluxtrain.core.ranks import join
 from fluxtrain.core.ranks.exchange import Exchange, added
+from fluxtrain.core.ranks.shared_memory import SharedMemory
 from fluxtrain.core.wrap import wrap
 from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.errors import BadInput, MisusedModel
@@ -340,3 +341,14 @@ def test_four_ranks_have_the_bits_of_one_process_that_adds_in_their_order(
     found = together(LANES, in_order, tmp_path, kind)
     alone = in_order(kind)
     assert all(torch.equal(one[name], alone[name]) for one in found for name in alone)
+
+
+def test_a_machine_that_refuses_shared_memory_is_told_with_the_cure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(_: str) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    with pytest.raises(BadInput, match="Operation not permitted.*parallel.params=shard"):
+        SharedMemory(join.Ranks())

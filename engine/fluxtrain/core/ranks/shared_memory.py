@@ -14,7 +14,7 @@ import struct
 import time
 
 from fluxtrain.core.ranks.join import Ranks, lost_text
-from fluxtrain.errors import RankLost
+from fluxtrain.errors import BadInput, RankLost
 from fluxtrain.machine.fresh_memory import of_file, touch
 
 _LOOK_S = 0.0002  # between two looks at the counters
@@ -79,7 +79,13 @@ def _handed_over(mates: Ranks) -> int:
             meeting.connect(address)
             _, files, _, _ = socket.recv_fds(meeting, 1, 1, socket.MSG_CMSG_CLOEXEC)
             return files[0]
-        file = os.memfd_create("fluxtrain")
+        try:
+            file = os.memfd_create("fluxtrain")
+        except OSError as error:  # a sandbox, or vm.memfd_noexec=2
+            raise BadInput(
+                "the processes of this machine cannot share memory (memfd_create: "
+                f"{error.strerror}): allow it, or use parallel.params=shard"
+            ) from error
         meeting.bind(address)
         meeting.listen(mates.world)
         mates.most([0])
