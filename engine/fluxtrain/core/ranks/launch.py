@@ -35,10 +35,8 @@ def launch(
         *("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--max-restarts={restarts}"),
         *("--monitor-interval=0.5", "-m", "fluxtrain", *words),
     ]
-    # else torch 2.13 lets restarted processes find the addresses of those that have ended
-    environment = environment_of_child() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     # a session of its own: Ctrl-C of a terminal would end the agent, and the ranks in mid-step
-    agent = subprocess.Popen(command, env=environment, start_new_session=True)
+    agent = subprocess.Popen(command, env=environment_of_child(), start_new_session=True)
     received: list[int] = []
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
