@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,3 +52,21 @@ def test_a_disk_that_takes_bytes_in_parts_and_then_none(
     assert load_file(tmp_path / "small")["a"].equal(torch.arange(300))
     with pytest.raises(OSError, match="full"):
         save_tensors({"a": torch.arange(3000)}, tmp_path / "large")
+
+
+def test_a_thread_that_is_late_after_a_signal_writes_to_no_other_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[tuple[Any, Any]] = []
+
+    def interrupted(work: Any, pieces: Any) -> None:
+        left.append((work, next(pieces)))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tensor_files, "several_at_once", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save_tensors({"a": torch.arange(9)}, tmp_path / "model")
+    with (tmp_path / "other").open("xb") as other:  # gets the number of the closed file
+        with pytest.raises(ValueError, match="closed file"):
+            left[0][0](0, left[0][1])
+        assert other.tell() == 0 and not (tmp_path / "other").stat().st_size

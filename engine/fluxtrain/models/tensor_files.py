@@ -112,17 +112,17 @@ def write_planned(
             del made, raw
 
     with path.open("xb") as file:
-        number = file.fileno()
 
         def write(_: int, piece: tuple[int, memoryview]) -> None:
             at, data = piece
             while data:
-                written = os.pwrite(number, data, at)
+                written = os.pwrite(file.fileno(), data, at)  # closed after a signal
                 at, data = at + written, data[written:]
-            os.posix_fadvise(number, piece[0], at - piece[0], os.POSIX_FADV_DONTNEED)
+            start, length = piece[0], at - piece[0]
+            os.posix_fadvise(file.fileno(), start, length, os.POSIX_FADV_DONTNEED)
 
         several_at_once(write, pieces())
-        os.fsync(number)
+        os.fsync(file.fileno())
 
 
 def planned_shards(tensors: Iterable[PlannedTensor], most_bytes: int) -> list[list[PlannedTensor]]:
