@@ -6,6 +6,8 @@ import ctypes
 import mmap
 import os
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -352,3 +354,19 @@ def test_a_machine_that_refuses_shared_memory_is_told_with_the_cure(
     monkeypatch.setattr(os, "memfd_create", refuse)
     with pytest.raises(BadInput, match="Operation not permitted.*parallel.params=shard"):
         SharedMemory(join.Ranks())
+
+
+def test_ranks_that_start_again_meet_in_a_part_of_the_store_of_their_own() -> None:
+    store, found = distributed.HashStore(), dict[tuple[int, int], Any]()
+
+    def joins(start: int, rank: int) -> None:
+        if start and not rank:
+            time.sleep(0.3)  # the others read the name of the start before
+        mine = join.store_of_start(store, rank, 3)
+        mine.set(str(rank), str(start))
+        found[start, rank] = [mine.get(str(other)) for other in range(3)]
+
+    for start in range(2):
+        with ThreadPoolExecutor(3) as pool:
+            list(pool.map(joins, [start] * 3, range(3)))
+    assert found == {(start, rank): [b"%d" % start] * 3 for start in range(2) for rank in range(3)}

@@ -12,6 +12,7 @@ import datetime
 import functools
 import os
 import re
+import secrets
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from fluxtrain.errors import BadInput, FluxTrainError, MisusedModel, RankLost
 T = TypeVar("T")
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _NOTICE_S = 2.0  # until the process of a rank that has closed its connections is gone
+_START, _LOOK_S = "fluxtrain/start", 0.05
 # a rank waits so long for another, which may be writing a large model
 LONGEST_WAIT = datetime.timedelta(minutes=30)
 
@@ -187,9 +189,9 @@ def join_launched() -> Ranks:
     if has_gpu:
         torch.cuda.set_device(gpu_of_rank(torch.cuda.device_count()))
     backend = "cpu:gloo,cuda:nccl" if has_gpu else "gloo"
-    # torchrun keeps its store over restarts: the addresses there are of processes that have ended
     store, rank, world = next(rendezvous("env://", timeout=LONGEST_WAIT))
-    store = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        store = store_of_start(store, rank, world)
     distributed.init_process_group(
         backend, store=store, rank=rank, world_size=world, timeout=LONGEST_WAIT
     )
@@ -197,6 +199,30 @@ def join_launched() -> Ranks:
     if threads := bind(ranks.local_rank, ranks.local_world):
         torch.set_num_threads(threads)
     return ranks
+
+
+def store_of_start(store: Any, rank: int, world: int) -> Any:
+    """Return a part of torchrun's store that all ranks of this start use, and none of an earlier
+    one: torchrun keeps its store over restarts, with addresses of processes that have ended.
+
+    The first rank names the start and answers each other one; who read an earlier name gets no
+    answer and reads again. (Counts of restarts differ between nodes.)
+    """
+    if rank == 0:
+        start = secrets.token_hex(8)
+        store.set(_START, start)
+        for other in range(1, world):
+            asked = store.get(f"{_START}/{start}/{other}").decode()
+            store.set(f"{_START}/{asked}", "met")
+        return PrefixStore(start, store)
+    mine, until_s = secrets.token_hex(8), time.monotonic() + LONGEST_WAIT.total_seconds()
+    while time.monotonic() < until_s:
+        start = store.get(_START).decode()
+        store.set(f"{_START}/{start}/{rank}", mine)
+        if store.check([f"{_START}/{mine}"]):
+            return PrefixStore(start, store)
+        time.sleep(_LOOK_S)
+    raise RankLost("rank 0 did not answer at the start: see its log")
 
 
 def gpu_of_rank(there: int) -> int:
