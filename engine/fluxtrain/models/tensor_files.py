@@ -39,6 +39,8 @@ DTYPE_NAMES = {  # of dtypes in a safetensors header
     torch.uint64: "U64",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
     torch.complex64: "C64",
 }
 
