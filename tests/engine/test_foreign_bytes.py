@@ -50,7 +50,7 @@ def test_an_ask_that_is_not_utf8_is_refused_and_the_next_is_answered(model_folde
         session = GenerationSession.of(
             model, Prompting(model), Sampling(max_new_tokens=2, temperature=0)
         )
-        serve(session, [line, encoded(Ask(id="b", prompt="fox"))], events.append, Stopping())
+        serve(session, [line, encoded(Ask(id="b", prompt="fox"))], events.extend, Stopping())
     (refused,) = (one for one in events if isinstance(one, Refused))
     assert refused.message == "a line of the input is no request: it is not UTF-8"
     assert [one.id for one in events if isinstance(one, Answered)] == ["b"]

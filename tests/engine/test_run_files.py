@@ -13,6 +13,7 @@ import fluxtrain
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtrain.machine.machine import read_machine
+from fluxtrain.train import run_files
 from fluxtrain.train.run_files import write_run_file
 
 
@@ -33,7 +34,10 @@ def test_packages_that_were_put_beside_a_program_have_no_version_and_end_no_run(
     installed = versions(RunDir(tmp_path / "a"))
     assert installed["torch"] == metadata.version("torch")
     monkeypatch.setattr(metadata, "version", unknown)
+    monkeypatch.setattr(run_files, "_version", run_files._version.__wrapped__)  # as at the start
+    monkeypatch.delitem(vars(fluxtrain), "__version__", raising=False)
     assert fluxtrain.__version__ == "unknown"
     beside = versions(RunDir(tmp_path / "b"))
     assert beside.keys() == installed.keys()
     assert beside["torch"] == beside["fluxtrain"] == "unknown"
+    del fluxtrain.__version__

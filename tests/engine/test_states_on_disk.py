@@ -368,6 +368,7 @@ def test_a_flipped_bit_is_read_again_and_then_ends_the_training(
     shards(model)  # nothing is written any more
     monkeypatch.setattr(spill.Spill, "_try_read", once)
     losses += train(model, optimizer, range(2, 3))
+    engine.flush()
     assert engine.spill.mended == 1
     assert losses == train(other, adamw(other), range(3))
     shards(model)
