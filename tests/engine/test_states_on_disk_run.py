@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -108,10 +109,11 @@ def test_a_checkpoint_beside_the_steps_is_what_waiting_would_have_written(
         held_to(patched, 0)
         run(config, tmp_path / "waits")
     real, refused = shard_file.HashingFile.write, list[Path]()
+    once = threading.Lock()  # several files are written at once
 
     def write(self: Any, data: bytes) -> None:
         time.sleep(0.002)
-        if "step-00000004" in self._file.name and not refused:
+        if "step-00000004" in self._file.name and once.acquire(blocking=False):
             refused.extend(list_checkpoints(tmp_path / "goes-on" / "checkpoints"))
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(self, data)
