@@ -1,7 +1,7 @@
 """Bare torch loops of LoRA on the transformer of `bench_flux.py`: what FluxTrain stands beside.
 
-`ddp` keeps bf16 weights on each card, `ddp-4bit` those that bitsandbytes packs (NF4, its constants
-packed again), as pipelines of diffusers load them, and `fsdp` shards each block (FSDP2). All
+`ddp` keeps bf16 weights on each card, `ddp-4bit` weights in NF4 with double quantization
+(bitsandbytes, as diffusers loads them), and `fsdp` shards each block (FSDP2). All
 recompute each block, clip at 1.0, and update bf16 adapters by torch's fused AdamW; of several
 processes each has its share of the same rows, with the same noise as one process would draw.
 """
@@ -20,7 +20,6 @@ from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fluxtrain.methods.image.flow import FlowMatching, PairBatch
-from fluxtrain.methods.objective import choose_attention
 
 MAX_NORM = 1.0
 
@@ -102,7 +101,6 @@ class PeerLoop:
 
     def step(self, objective: FlowMatching, pairs: PairBatch) -> Tensor:
         """Train on this process's share of the pairs; return the loss of all."""
-        choose_attention(objective.tokens(pairs) // objective.count(pairs), causal=False)
         mine = self._share(objective._drawn(pairs))
         loss = objective._errors(self._model, mine).mean()
         loss.backward()

@@ -69,7 +69,9 @@ def test_samples_are_pictures_in_the_run_and_change_no_loss(images: Images, tmp_
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     config = images.config(tmp_path)
+    torch.backends.cuda.enable_cudnn_sdp(True)
     without = losses(run(config, tmp_path / "without"))
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
     made = ["image.samples=1", "image.sample_steps=2", "samples.every=3"]
     made += ["trackers.report_to=[tensorboard]"]
     events = run(config, tmp_path / "run", *made)

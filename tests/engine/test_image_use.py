@@ -40,7 +40,9 @@ def test_a_runs_model_makes_images_from_a_picture_and_words(
         run=str(tmp_path / "run"), prompt="make it red", reference=images.data / "000-before.png",
         to=tmp_path / "made.png", steps=2, device="cpu",
     )  # fmt: skip
+    torch.backends.cuda.enable_cudnn_sdp(True)
     found = sample(request, lambda _: None)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
     first = (tmp_path / "made.png").read_bytes()
     assert (found.width, found.height) == (64, 64)
     sample(request, lambda _: None)

@@ -219,5 +219,5 @@ def test_attention_of_cudnn_is_left_out_where_its_gradients_are_wrong(
     batch = Batch(input_ids=ids, labels=ids, position_ids=at, predicted=tokens, tokens=tokens)
     CausalLM().loss(LlamaForCausalLM(config), batch, tokens)
     assert torch.backends.cuda.cudnn_sdp_enabled() == allowed
-    choose_attention(tokens, causal=False)
+    choose_attention(None)
     assert not torch.backends.cuda.cudnn_sdp_enabled()

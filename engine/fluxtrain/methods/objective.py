@@ -28,15 +28,15 @@ B_co = TypeVar("B_co", covariant=True)
 _CUDNN_TILE = 128  # tokens
 
 
-def choose_attention(tokens: int, *, causal: bool) -> None:
-    """Let attention over rows of `tokens` use cuDNN's kernels only where their gradients are right.
+def choose_attention(tokens: int | None) -> None:
+    """Let attention use cuDNN's kernels only where they are right. tokens: of a row of text; None:
+    of pictures, whose tokens see later ones.
 
-    At some lengths that are no multiple of its tile they are wrong or not finite
-    (https://github.com/pytorch/pytorch/issues/196678); where tokens see later ones, as those of
-    images do, 8,704 gave losses that are not finite, and accesses outside of memory. Seen with
-    torch 2.11 on an H200.
+    At some lengths that are no multiple of its tile gradients are wrong or not finite
+    (https://github.com/pytorch/pytorch/issues/196678); of pictures, 8,704 tokens gave losses that
+    are not finite, and accesses outside of memory. Seen with torch 2.11 on an H200.
     """
-    torch.backends.cuda.enable_cudnn_sdp(causal and tokens % _CUDNN_TILE == 0)
+    torch.backends.cuda.enable_cudnn_sdp(tokens is not None and tokens % _CUDNN_TILE == 0)
 
 
 class Objective(Protocol[B]):

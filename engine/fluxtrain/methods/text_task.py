@@ -83,7 +83,7 @@ class CausalLM:
 
         What the model adds to it (the router loss of experts) counts with the batch's share.
         """
-        choose_attention(batch.input_ids.shape[1], causal=True)
+        choose_attention(batch.input_ids.shape[1])
         entropy, rest = self._terms(model, batch, step_count)
         return entropy if rest is None else entropy + rest * (batch.predicted / step_count)
 

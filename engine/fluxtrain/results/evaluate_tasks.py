@@ -19,7 +19,7 @@ from fluxtrain.results.opened import OpenedModel, open_model
 from fluxtrain.results.scores import Scores
 from fluxtrain.results.task_files import read_tasks
 
-ALL_AT_ONCE = 1 << 30  # requests that lm-eval hands over: `scored` chooses the rows of a pass
+ALL_AT_ONCE = 1 << 30  # requests that lm-eval hands over: `Scores` chooses the rows of a pass
 SETTINGS = (  # of the environment, which these packages read when they are imported
     "HF_HUB_OFFLINE",
     "HF_DATASETS_OFFLINE",

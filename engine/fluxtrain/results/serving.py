@@ -83,7 +83,7 @@ def serve(
 
     def hear() -> None:
         """Take the lines that have come; wait for one where nothing else is to do, and a moment for
-        those that come with the first, so that they share its passes."""
+        more, so that asks that are sent together share their passes."""
         nonlocal has_ended
         until_s: float | None = None  # once there is an answer to begin
         while not has_ended and not (answering.is_writing and heard.empty()):

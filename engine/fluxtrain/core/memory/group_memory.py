@@ -65,7 +65,7 @@ class GroupMemory:
     have none: they come from files whenever a slot is filled. States on disk are in `spill`.
 
     pin: lock the host's weights and gradients in memory, for a GPU that copies from and to them;
-    with `shares` those that this process is home to.
+    with `shares`, the ranges that this process owns.
     """
 
     def __init__(

@@ -76,7 +76,7 @@ class Shares:
         return [(start, stop) for start, stop in spans if start < stop]
 
     def apart(self, elements: int) -> Span:
-        """Return this rank's range of those that all have apart from each other."""
+        """Return this rank's range, which overlaps no other rank's."""
         each, rank = self._each(elements), self.ranks.rank
         return rank * each, elements if rank == self.ranks.world - 1 else (rank + 1) * each
 

@@ -27,6 +27,7 @@ from fluxtrain.data.images.pictures import Bucket, cropped
 from fluxtrain.errors import BadInput
 from fluxtrain.files.atomic import write_bytes
 from fluxtrain.files.cache import cache_root
+from fluxtrain.methods.objective import choose_attention
 from fluxtrain.models.model_files import base_key
 from fluxtrain.models.pipeline_files import PARTS, PipelineFolder, weights_of
 from fluxtrain.models.quiet import quiet_diffusers
@@ -108,6 +109,7 @@ def encode(
     said = {encodings.words_at(prompt): prompt for prompt in ("", *(p.prompt for p in pairs))}
     prompts = {path: prompt for path, prompt in said.items() if not path.exists()}
     tell = _now_and_then(tell)
+    choose_attention(None)
     if pictures:
         _encode_pictures(encodings, pictures, device, tell)
     if prompts:

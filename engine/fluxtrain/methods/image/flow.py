@@ -96,7 +96,6 @@ class FlowMatching:
 
     def loss(self, model: nn.Module, batch: PairBatch, step_count: int) -> Tensor:
         """Compute the sum of the pairs' mean square errors, divided by `step_count` pairs."""
-        choose_attention(self.tokens(batch) // self.count(batch), causal=False)
         return self._errors(model, self._drawn(batch)).sum() / step_count
 
     def metrics(self, model: nn.Module, batch: PairBatch) -> Mapping[str, float]:
@@ -129,6 +128,7 @@ class FlowMatching:
 
     def _errors(self, model: nn.Module, batch: PairBatch) -> Tensor:
         """Return the mean square error of each pair, weighted over its tokens: (B,), fp32."""
+        choose_attention(None)
         assert batch.levels is not None and batch.noise is not None, "drawn, or of the batch"
         target, noise = batch.target.float(), batch.noise.float()
         level = batch.levels.view(-1, 1, 1, 1)

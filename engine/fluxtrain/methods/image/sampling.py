@@ -26,6 +26,7 @@ from fluxtrain.events.run_folder.own_files import SAMPLES
 from fluxtrain.machine.failures import first_line
 from fluxtrain.methods.image.encoding import Encodings, load_parts
 from fluxtrain.methods.image.flow import packed, positions
+from fluxtrain.methods.objective import choose_attention
 from fluxtrain.models.quiet import quiet_diffusers
 
 SEED = 0
@@ -61,6 +62,7 @@ def sampled(
         made._interrupt = stopped()
         return values
 
+    choose_attention(None)
     with quiet_diffusers(), torch.no_grad():
         made = _sampler(model, encodings, references[1:], device)
         tokens: Tensor = made(
