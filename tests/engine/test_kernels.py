@@ -73,7 +73,7 @@ def test_a_sharded_model_gets_ligers_loss_where_its_head_is_plain(
     assert liger[-1]["fused_linear_cross_entropy"]
     model(labels=1)
     model()
-    copied = deepcopy(model)  # as block timing makes one
+    copied = deepcopy(model)
     copied(labels=1)
     assert seen == [(model, True), (model, False), (copied, True)]  # prompts need logits
     model.lm_head.bias = nn.Parameter(torch.zeros(16))

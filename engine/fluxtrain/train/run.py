@@ -158,7 +158,7 @@ class Run:
         bound = None if rows is None else self._bind(rows)  # refuses a batch beyond the data
         ranks.refuse_others(_facts(config, task), SAME)
         model, wished = inputs.loaded.model, config.model.kernels
-        kernels = choose_kernels(wished, model, device.value, with_loss=config.is_sharded)
+        kernels = choose_kernels(wished, model, device.value)
         self._plan = _plan_of_first(self._planned_for(machine, device.value, rows), config, ranks)
         rows = ranks.of_first(self._plan.placement.batch_rows)
         self.batch_rows = rows * ranks.world  # of all of them

@@ -16,6 +16,7 @@ from fluxtrain.methods.engine import ENGINE
 from fluxtrain.methods.method import method_of
 from fluxtrain.methods.optimizer import Optimizer, parameter_groups
 from fluxtrain.models.copies import Copied
+from fluxtrain.models.kernels import choose_kernels
 from fluxtrain.parallel.auto import choose, measured_link
 from fluxtrain.parallel.compress.registry import method_named
 from fluxtrain.parallel.engine import ShardedAdamW, ShardedEngine, gathered_on_first
@@ -92,6 +93,7 @@ class ShardedRun(Run):
             backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
             store: Any = getattr(distributed, "HashStore")()  # noqa: B009 - not exported
             distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+        choose_kernels(config.model.kernels, model, device, with_loss=True)
         frozen = method_of(config).frozen_storage(config.method)
         how: dict[str, Any] = {"frozen": frozen, "seed": config.train.seed}
         engine = shard(model, where, config.fsdp, config.comm, self._plan.placement, **how)
