@@ -81,7 +81,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_model_on_the_gpu_takes_of_the_host_what_is_predicted(
     stored: Path, tmp_path: Path, dtype: str
 ) -> None:
-    """Pages of files none on the way there, converted weights all; saving those of one file."""
+    """Pages of files none on the way there, converted weights all; saving those of two groups."""
     ended = subprocess.run(
         [sys.executable, "-c", MOVE, str(stored), dtype, str(tmp_path / "saved")],
         capture_output=True, text=True, timeout=300, check=False,
@@ -91,5 +91,4 @@ def test_a_model_on_the_gpu_takes_of_the_host_what_is_predicted(
     assert (found["loading"] > 600 * MIB) == (dtype == "float32")
     assert found["loading_peak"] < found["loading"] + SLACK_BYTES, found
     assert found["left"] < SLACK_BYTES, found
-    assert found["saving"] > 600 * MIB, found
-    assert 0.8 * found["saving"] < found["saving_peak"] < found["saving"] + SLACK_BYTES, found
+    assert found["saving_peak"] < found["saving"] + SLACK_BYTES < 400 * MIB, found

@@ -63,7 +63,6 @@ HEAP_INPUTS = 3
 HIDDEN_AT_LOSS = 2  # what goes into the head, and its gradient
 HIDDEN_AT_EDGE = 2  # its gradient, and an input uploaded again while its download still has it
 HEAP_HIDDEN = 4
-SAVED_FILE_BYTES = 4_000_000_000  # of a saved model (models/export.py), or one larger weight
 # A processor's heap keeps as much of what was freed, at most: device/heap.py sees to that; tensors
 # above 32 MiB are mapped by themselves.
 HEAP_BYTES = 64 << 20
@@ -277,9 +276,10 @@ def by_tier(facts: ModelFacts, layout: Layout) -> Mapping[str, Groups]:
 
 
 def saving_bytes(facts: ModelFacts, layout: Layout) -> int:
-    """Count the host bytes of weights on a GPU while the model is saved: those of one file."""
+    """Count the host bytes of weights on a GPU while the model is saved: one is written while the
+    next one comes, and none is larger than its group."""
     sizes = [group.weight_bytes for group in by_tier(facts, layout)["device"]]
-    return min(sum(sizes) + facts.loose_bytes, max([SAVED_FILE_BYTES, *sizes]))
+    return sum(sorted([*sizes, facts.loose_bytes])[-2:])
 
 
 def keepable_count(facts: ModelFacts, layout: Layout) -> int:
