@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainingArguments
@@ -118,3 +119,25 @@ def test_processes_are_not_started_in_a_folder_that_is_in_use(
             ParallelRequest(processes=2), locate(None, used.path, config), []
         )
     lock.release()
+
+
+def test_a_second_start_is_refused_while_the_first_ones_processes_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, config, starts = tmp_path / "run", demo_config([]), []
+
+    def start() -> None:
+        processes.train_in_processes(
+            ParallelRequest(processes=2), locate(None, folder, config), []
+        )
+
+    def launched(*_: object) -> int:
+        starts.append(1)
+        with pytest.raises(BadInput, match=f"{folder} is in use by another process"):
+            start()
+        return 0
+
+    monkeypatch.setattr(processes, "launch", launched)
+    with pytest.raises(typer.Exit):
+        start()
+    assert len(starts) == 1 and not folder.exists()

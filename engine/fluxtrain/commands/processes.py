@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -141,24 +143,20 @@ def train_in_processes(parallel: ParallelRequest, target: Target, words: list[st
         user = run_dir.user()
         return user.pid if user is not None and user.is_alive() else None
 
-    if run_dir.path.exists():
-        run_dir.lock().release()  # what uses it is told here, in one voice
-    with truly_told(target):
+    target = replace(target, made=target.made or not run_dir.path.exists())
+    way = f"; to go on: fluxtrain train --resume {shlex.quote(str(run_dir.path))}"
+    with truly_told(target), run_dir.held_for_children():
         status = launch(words, parallel.processes, parallel.restarts, first_process)
-    told = run_dir.summary() if run_dir.path.exists() else None
-    code = None if told is None else told.exit_code
-    if status and not code:
-        raise RankLost(
-            f"a process of the run ended without a word (torchrun: {status}): out of memory, or "
-            f"killed; to go on: fluxtrain train --resume {run_dir.path}"
-        )
-    if code == EXIT_INTERRUPTED:
-        raise Interrupted("all processes of the run have ended", code)
-    if code and told is not None and told.message:
-        way = (
-            f"; to go on: fluxtrain train --resume {run_dir.path}"
-            if code == RankLost.exit_code
-            else ""
-        )
-        complain(f"error: {told.message}{way}")  # again, behind torchrun's own report
-    raise typer.Exit(code or 0)
+        told = run_dir.summary() if run_dir.path.exists() else None
+        code = None if told is None else told.exit_code
+        if status and not code:
+            raise RankLost(
+                f"a process of the run ended without a word (torchrun: {status}): out of memory, "
+                f"or killed{way}"
+            )
+        if code == EXIT_INTERRUPTED:
+            raise Interrupted("all processes of the run have ended", code)
+        if code and told is not None and told.message:
+            more = way if code == RankLost.exit_code else ""
+            complain(f"error: {told.message}{more}")  # again, behind torchrun's own report
+        raise typer.Exit(code or 0)

@@ -12,7 +12,7 @@ import difflib
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -192,6 +192,22 @@ class RunDir:
             os.close(descriptor)
             raise storage_error(self.pid, error) from error
         return RunLock(descriptor)
+
+    @contextlib.contextmanager
+    def held_for_children(self) -> Iterator[None]:
+        """Keep the directory (made if missing) for processes that this one starts, of which one
+        will `lock` it, against others that start some. Raises as `lock`."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as error:
+            raise storage_error(self.path, error) from error
+        try:
+            self._claim(folder)
+            self.lock().release()  # what uses it already is told here, in one voice
+            yield
+        finally:
+            os.close(folder)
 
     def user(self) -> ProcessMark | None:
         """Return the process that last locked the directory and did not release it."""
