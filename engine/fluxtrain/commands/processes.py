@@ -18,7 +18,7 @@ from fluxtrain.commands.options import chosen_config
 from fluxtrain.commands.output import complain
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.core.ranks.launch import launch
-from fluxtrain.errors import EXIT_INTERRUPTED, BadInput, Interrupted, RankLost
+from fluxtrain.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, BadInput, Interrupted, RankLost
 from fluxtrain.events.answers.asking import EngineRefused, ask_engine
 from fluxtrain.events.answers.plan import PlanAnswer
 from fluxtrain.events.run_folder.run_dir import runs_root
@@ -149,6 +149,8 @@ def train_in_processes(parallel: ParallelRequest, target: Target, words: list[st
         status = launch(words, parallel.processes, parallel.restarts, first_process)
         told = run_dir.summary() if run_dir.path.exists() else None
         code = None if told is None else told.exit_code
+        if status in (EXIT_INTERRUPTED, EXIT_TERMINATED) and not code:
+            raise Interrupted(f"all processes were ended at once{way}", status)
         if status and not code:
             raise RankLost(
                 f"a process of the run ended without a word (torchrun: {status}): out of memory, "

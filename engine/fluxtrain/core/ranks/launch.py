@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
 
+from fluxtrain.errors import EXIT_INTERRUPTED, EXIT_TERMINATED
 from fluxtrain.files.parent import environment_of_child
 
 _AGENT = (
@@ -24,11 +25,12 @@ _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, sign
 def launch(
     words: Sequence[str], processes: int, restarts: int, first_process: Callable[[], int | None]
 ) -> int:
-    """Run `python -m fluxtrain WORDS` in so many processes; return torchrun's exit status.
+    """Run `python -m fluxtrain WORDS` in so many processes; return torchrun's exit status, or 130
+    or 143 where a signal to this process has ended them at once.
 
     When one dies all start again, `restarts` times. Signals go to rank 0, whose process id
-    `first_process` returns (None while it is unknown), since it decides for all; before, and with a
-    second Ctrl-C, they end all.
+    `first_process` returns (None while it is unknown), since it decides for all. Before that, and
+    with a second Ctrl-C, all are killed: a rank that waits for another one hears no signal.
     """
     command = [
         *(sys.executable, "-c", _AGENT, "--nnodes=1", f"--nproc-per-node={processes}"),
@@ -38,20 +40,23 @@ def launch(
     # a session of its own: Ctrl-C of a terminal would end the agent, and the ranks in mid-step
     agent = subprocess.Popen(command, env=environment_of_child(), start_new_session=True)
     received: list[int] = []
+    ended: list[int] = []
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
         received.append(number)
         first = first_process()
-        if first is None or received.count(signal.SIGINT) > 1:
-            agent.send_signal(signal.SIGTERM)
-        else:
+        if first is not None and received.count(signal.SIGINT) < 2:
             os.kill(first, number)
+        elif number not in (signal.SIGUSR1, signal.SIGUSR2):
+            ended.append(EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_TERMINATED)
+            agent.kill()  # and the kernel its ranks: `end_with_parent`
 
     before = {number: signal.signal(number, pass_on) for number in _PASSED_ON}
     try:
-        return agent.wait()
+        status = agent.wait()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
         if agent.poll() is None:
             agent.kill()
+    return ended[0] if ended else status
