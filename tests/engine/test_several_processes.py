@@ -127,9 +127,7 @@ def test_a_second_start_is_refused_while_the_first_ones_processes_start(
     folder, config, starts = tmp_path / "run", demo_config([]), []
 
     def start() -> None:
-        processes.train_in_processes(
-            ParallelRequest(processes=2), locate(None, folder, config), []
-        )
+        processes.train_in_processes(ParallelRequest(processes=2), locate(None, folder, config), [])
 
     def launched(*_: object) -> int:
         starts.append(1)

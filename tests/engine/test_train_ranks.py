@@ -59,6 +59,7 @@ def runs_of_two(config: Path, folder: Path) -> list[str]:
         ranks.train(config, folder / "lora", [*LORA, "train.steps=2"]),
         ranks.train(config, folder / "uneven", ["train.batch_rows=3"]),
         ranks.train(config, folder / "other", [f"train.seed={distributed.get_rank()}"]),
+        stopped_as_it_loads(config, folder / "loading"),
     ]
 
 
@@ -70,9 +71,10 @@ def test_two_ranks_are_the_run_of_one_process_and_go_on_with_it(
     run(config, tmp_path / "resumed", "train.steps=2")
     both = ranks.together(2, runs_of_two, tmp_path / "ranks", config, tmp_path)
     assert both[0] == both[1] and both[0][:12] == ["0"] * 12
-    uneven, other = both[0][12:]
+    uneven, other, loading = both[0][12:]
     assert "2: train.batch_rows is 3, and 2 processes share a batch evenly" in uneven
     assert "2: train.seed is 0 in rank 0 and 1 in rank 1 of 2" in other
+    assert loading == "143" and not (tmp_path / "loading" / "checkpoints").exists()
     run(config, tmp_path / "stopped", resume="auto")
     run(config, tmp_path / "lora", *LORA, resume="auto")
     run(config, tmp_path / "lora-one", *LORA)
@@ -98,6 +100,18 @@ def test_two_ranks_are_the_run_of_one_process_and_go_on_with_it(
     choices = {one["name"]: one["value"] for one in plan["choices"]}
     assert choices["parallel.processes"] == "2" and choices["train.batch_rows"] == "4"
     assert not (tmp_path / "other" / "checkpoints").exists()
+
+
+def stopped_as_it_loads(config: Path, run_dir: Path) -> str:
+    """The code of a run whose last rank is told to stop before it has loaded."""
+
+    def told_to_stop(_: object) -> None:
+        if distributed.get_rank() == 1:
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fluxtrain.train.run.refuse_missing_trackers", told_to_stop)
+        return ranks.train(config, run_dir, []).split(":")[0]
 
 
 def each_with_all(config: Path, run_dir: Path) -> str:

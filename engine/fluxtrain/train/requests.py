@@ -25,6 +25,7 @@ _EXIT_CODES = {
     signal.SIGTERM: EXIT_TERMINATED,
     signal.SIGHUP: EXIT_TERMINATED,  # the terminal is gone
 }
+AFTER_STEP = "stopping after this step, with a checkpoint"
 _CHECKPOINTS = (signal.SIGUSR1, signal.SIGUSR2)  # schedulers send them before a time limit
 
 
@@ -173,6 +174,7 @@ class Signals:
         self._first: int | None = None
         self.deferred = False
         self.words = "stopped outside the training steps; nothing was lost"
+        self.promise = AFTER_STEP
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
@@ -198,7 +200,7 @@ class Signals:
         self._first = number
         self._requests.stop(code)
         if self.deferred:
-            _say("stopping after this step, with a checkpoint; Ctrl-C again ends at once")
+            _say(f"{self.promise}; Ctrl-C again ends at once")
             return
         raise Interrupted(self.words, code)
 

@@ -115,6 +115,7 @@ def train(
             session.announcer.warn,
         )
         run.announce(hello)
+        session.stop_together()
         if configured:  # only now: a refused resume changes nothing of the run
             write_run_file(target.run_dir, asked, machine)
         session.begin_training()

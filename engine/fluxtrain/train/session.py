@@ -39,7 +39,7 @@ from fluxtrain.train.observe.host_room import HostRoom
 from fluxtrain.train.observe.run_log import RunLog
 from fluxtrain.train.observe.timeline import TimelineThread
 from fluxtrain.train.observe.tracking import Trackers
-from fluxtrain.train.requests import COMMANDS, Requests, Signals
+from fluxtrain.train.requests import AFTER_STEP, COMMANDS, Requests, Signals
 
 
 class Session:
@@ -79,6 +79,9 @@ class Session:
             disk_wait_s, self.announcer, lambda: self.requests.stop_code is not None
         )
         self.signals = Signals(self.requests, self._at_once)
+        if ranks.world > 1:  # all stop together: torchrun would start again after one's failure
+            self.signals.deferred = True
+            self.signals.promise = "stopping once all processes have loaded"
         self._control = ControlServer(run_dir.socket, self._answer)
         self.gauges = GaugeThread(
             self.announcer,
@@ -176,11 +179,18 @@ class Session:
             held = "its configuration and its log alone"
         self.signals.words = f"stopped before a step was made: {self.run_dir.path} holds {held}"
 
+    def stop_together(self) -> None:
+        """Raise Interrupted on all of several ranks where one was told to stop as it loaded."""
+        self.requests.agree(self.ranks)
+        if self.ranks.world > 1 and (code := self.requests.stop_code):
+            raise Interrupted(self.signals.words, code)
+
     def begin_training(self) -> None:
         """Let a signal end the run after a step with a checkpoint, and drop the record of how an
         earlier process ended."""
         self.holding.look()
         self.signals.deferred, self.signals.words = True, self._afterwards
+        self.signals.promise = AFTER_STEP
         self._forget_earlier_end()
         self._began = True
 
