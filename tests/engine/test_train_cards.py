@@ -23,7 +23,7 @@ from fluxtrain.plan.rates import Rates
 from fluxtrain.train.live.setup import live_changes
 from fluxtrain.train.placing import cards as planning
 from fluxtrain.train.placing import placing
-from fluxtrain.train.placing.placing import undealt_choice
+from fluxtrain.train.placing.placing import undealt_choice, unused_choices
 from fluxtrain.units import GIB
 from tests.engine.runs import MakeConfig, losses, run
 from tests.on_cards import llama
@@ -220,3 +220,23 @@ def test_the_first_card_of_a_plan_is_the_current_one(
         placing.wrapped(load_config(run_config()), loaded, "cuda", placement, facts, print)
     assert made == first
     assert given["cards"] == (list(cards) if several else None)
+
+
+@pytest.mark.parametrize(
+    ("how", "processes", "because"),
+    [
+        ({}, 1, "no effect in one process"),
+        ({"parallel__processes": 2}, 1, ""),  # a plan of them
+        ({}, 2, ""),  # under torchrun
+        ({"parallel__mode": "fsdp"}, 2, "no effect with parallel.mode=fsdp, which"),
+    ],
+)
+def test_settings_of_several_processes_say_where_they_have_no_effect(
+    run_config: MakeConfig, how: dict[str, object], processes: int, because: str
+) -> None:
+    asked = {"parallel__params": "shard", "parallel__gradients": "cpu_reduce"}
+    found = list(unused_choices(load_config(run_config(**asked, **how)), processes=processes))
+    names = [("parallel.params", "shard"), ("parallel.gradients", "cpu_reduce")] * bool(because)
+    assert [(choice.name, choice.value) for choice in found] == names
+    assert all(choice.because.startswith(because) for choice in found)
+    assert not list(unused_choices(load_config(run_config(**how)), processes=processes))

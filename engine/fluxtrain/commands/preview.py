@@ -315,10 +315,11 @@ def table(plan: PlanAnswer, *, whole: bool = False) -> str:
         f"host memory {_of(plan.host_bytes, plan.host_limit_bytes)}, {plan.steps_text}",
         *card_lines(plan.cards, plan.left_out, model.blocks),
         *plan_lines(plan),
-        *(f"{c.name}: {c.value}: {c.because}" for c in plan.choices if c.name in ON_DISK),
+        *(f"{c.name}: {c.value}: {c.because}" for c in plan.choices
+          if c.name in ON_DISK or c.because.startswith("no effect")),
         *plan.notes,
         "",
-    ]
+    ]  # fmt: skip
     if not whole:
         return "\n".join([*lines, "--all shows every choice with its reason, and every setting"])
     named = max((len(choice.name) for choice in plan.choices), default=0)

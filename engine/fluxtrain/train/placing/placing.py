@@ -205,6 +205,7 @@ def decide(  # noqa: PLR0913 - each is a fact of its own
             *placement.choices,
             *undealt_choice(config, facts),
             *dial_choice(config, device, timed=first is not None),
+            *unused_choices(config, processes=facts.processes),
         ),
         process_bytes=max(0, psutil.Process().memory_info().rss - loaded_bytes),
         saving_bytes=saving_bytes(facts, placement.layout) if device == "cuda" else 0,
@@ -329,6 +330,18 @@ def undealt_choice(config: RunConfig, facts: ModelFacts) -> tuple[ChoiceMade, ..
     if not because or one or config.parallel == ParallelRequest():
         return ()
     return (ChoiceMade(name="parallel.cards", value="1", because=f"no effect: {because}"),)
+
+
+def unused_choices(config: RunConfig, *, processes: int = 1) -> Iterator[ChoiceMade]:
+    """Explain settings of several processes that have no effect, in a run or the plan of one."""
+    asked, because = config.parallel, ""
+    if config.is_sharded:
+        because = "no effect with parallel.mode=fsdp, which has its own way"
+    elif max(asked.processes, processes) == 1:
+        because = "no effect in one process: set parallel.processes, or start several with torchrun"
+    for name in ("params", "gradients") if because else ():
+        if (value := getattr(asked, name)) != getattr(ParallelRequest(), name):
+            yield ChoiceMade(name=f"parallel.{name}", value=value, because=because)
 
 
 def dial_choice(config: RunConfig, device: str, *, timed: bool) -> tuple[ChoiceMade, ...]:

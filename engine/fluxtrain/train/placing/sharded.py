@@ -28,7 +28,7 @@ from fluxtrain.plan.request import ParallelRequest, PlacementRequest
 from fluxtrain.plan.search import AUTO_SHARE
 from fluxtrain.plan.simulation import StepTime
 from fluxtrain.train.placing.cards import cards_of, hold_to_budget, rates_of_cards
-from fluxtrain.train.placing.placing import capacity_of, decide
+from fluxtrain.train.placing.placing import capacity_of, decide, unused_choices
 from fluxtrain.units import bytes_text, duration_text
 
 MEMORY = "memory of a rank"
@@ -92,7 +92,8 @@ def plan_sharded(
         shown_bytes=need.shown_device_bytes(has_gpu=has_gpu),
     )  # fmt: skip
     placement = replace(
-        placement, need=need, cards=(card,), choices=(mode, compared, *told), time=time,
+        placement, need=need, cards=(card,), time=time,
+        choices=(mode, compared, *told, *unused_choices(config)),
         layout=replace(placement.layout, batch_rows=rows, chunk_rows=rows),
         saving_bytes=facts.weight_bytes,
     )  # fmt: skip
