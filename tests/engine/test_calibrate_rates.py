@@ -17,6 +17,7 @@ from fluxtrain.measure import measured_constants as constants_module
 from fluxtrain.measure.calibrate import calibrate
 from fluxtrain.measure.measured_constants import known_constants, measure_constants
 from fluxtrain.measure.probe.rate import TOO_LITTLE
+from fluxtrain.measure.small_model import NotCalibrated
 from fluxtrain.plan.calibration import StepsNotTimed
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.train.placing.placing import model_facts
@@ -106,6 +107,32 @@ def test_rates_that_could_not_be_measured_beside_a_block_are_measured_in_the_nex
     assert known_constants(facts, machine, "cuda", 4) == second
     monkeypatch.setattr(constants_module, "adamw_rate", lambda *_, **__: pytest.fail("rated"))
     assert measure_constants(facts, machine, "cuda", 4, model, batch_of) == second
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_processes_that_update_in_one_memory_measure_that_at_the_same_time(
+    tiny: Tiny, machine: Machine, monkeypatch: pytest.MonkeyPatch, refused: bool
+) -> None:
+    model, told = tiny("llama", torch.bfloat16), []
+    timed = replace(calibrate(model, batch_of, torch.device("cpu"), (1, 4)), adamw_per_s=None)
+
+    def timing(*_: object, **__: object) -> object:
+        told.append("block")
+        if refused:
+            raise NotCalibrated("no memory")
+        return timed
+
+    def rating(*_: object, **__: object) -> Rate:
+        told.append("adamw")
+        return Rate(4e9, "4 threads")
+
+    monkeypatch.setattr(constants_module, "calibrate", timing)
+    monkeypatch.setattr(constants_module, "adamw_rate", rating)
+    for _ in range(2):
+        measure_constants(
+            facts_of(model), machine, "cpu", 4, model, batch_of, meet=lambda: told.append("meet")
+        )
+    assert told == (["block", "meet"] * 2 if refused else ["block", "meet", "adamw", "meet"])
 
 
 @pytest.mark.parametrize("name", ["bus_rates", "host_copy_rate"])

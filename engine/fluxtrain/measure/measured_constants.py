@@ -183,10 +183,12 @@ def measure_constants(
     *,
     in_backward: bool = False,
     steps: int | None = None,
+    meet: Callable[[], object] = lambda: None,
 ) -> Constants:
     """Return `known_constants`; unknown ones are measured now, in a few seconds, and kept.
 
-    `batch_of`, `heavier_of` and `steps` are as for `calibrate`.
+    `batch_of`, `heavier_of` and `steps` are as for `calibrate`. `meet` waits for a run's other
+    processes: all update in one memory, and so they measure that at the same time.
     """
     mixed = heavier_of is not None
     known = known_constants(
@@ -197,6 +199,7 @@ def measure_constants(
     )
     place = subject.place(mixed=mixed)
     timed, is_new = known.calibration, False
+    refused: NotCalibrated | None = None
     if timed is None or _should_time_again(timed):
         assert facts.row is not None
         rows = timed_rows(facts.row.sequence_length, batch_rows, _timed_tokens(device))
@@ -215,9 +218,12 @@ def measure_constants(
                 in_backward=in_backward,
                 steps=steps,
             )
+            is_new = True
         except NotCalibrated as reason:
-            return replace(known, source=f"{known.source} ({reason})")
-        is_new = True
+            refused = reason
+    meet()
+    if timed is None or refused is not None:
+        return replace(known, source=f"{known.source} ({refused})")
     adamw, copies = _adamw_rates(subject, timed), _missing_rates(known.per_s, machine, device)
     if not (is_new or copies or any(adamw.values())):
         return known

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from fluxtrain.config.schema import RunConfig
@@ -128,7 +129,9 @@ def plan_run(
         parts=parts_of(config, ranks),
         adds_on_host=config.parallel.gradients == "cpu_reduce",
     )
-    constants = calibrated(config, facts, loaded, task, (machine, device, batch_rows))
+    constants = calibrated(
+        config, facts, loaded, task, (machine, device, batch_rows), partial(ranks.most, [0])
+    )
     measured = constants.applied(facts)
     to_come = constants.still_to_come_bytes
     # libraries and data are in memory by now; pages of the model's files count as available
@@ -163,8 +166,10 @@ def calibrated(
     loaded: LoadedModel,
     task: Task[Any],
     where: tuple[Machine, str, int | None],
+    meet: Callable[[], object] = lambda: None,
 ) -> Constants:
-    """Return the constants of the plan; a block is timed now unless it was timed before."""
+    """Return the constants of the plan; a block is timed now unless it was timed before. `meet` is
+    as for `measure_constants`."""
     if where[1] == "cuda":
         hold_to_budget(config.placement.budget_gib)
 
@@ -177,5 +182,5 @@ def calibrated(
 
     heavier_of = heavier if task.uneven else None
     kind = optimizer_in_backward(config, facts)
-    how: dict[str, Any] = {"in_backward": kind, "steps": config.train.steps}
+    how: dict[str, Any] = {"in_backward": kind, "steps": config.train.steps, "meet": meet}
     return measure_constants(facts, *where, loaded.model, usual, heavier_of, **how)
