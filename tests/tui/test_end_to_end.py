@@ -24,13 +24,63 @@ from tests.tui.desk import PATIENCE_S, TINY, Desk, Terminal
 RESTORED = b"\x1b[?1049l"  # back from the alternate screen
 
 
-@pytest.mark.timeout(600)
-def test_from_a_table_to_a_merged_model_without_leaving_the_app(desk: Desk, tmp_path: Path) -> None:
-    base, table = tmp_path / "little", tmp_path / "qa.csv"
-    train_tokenizer(["What colour is box 1 of Alice? It is white."] * 20, base, 320)
-    tiny_model("llama").save_pretrained(base)
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A tiny model's folder."""
+    folder = tmp_path / "little"
+    train_tokenizer(["What colour is box 1 of Alice? It is white."] * 20, folder, 320)
+    tiny_model("llama").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    """A table of questions and answers."""
+    path = tmp_path / "qa.csv"
     rows = [f"What colour is box {n} of Alice?,Box {n} is white." for n in range(200)]
-    table.write_text("\n".join(["Question,Answer", *rows]) + "\n")
+    path.write_text("\n".join(["Question,Answer", *rows]) + "\n")
+    return path
+
+
+def test_a_configuration_is_trained_and_merged_by_the_real_engine_in_the_app(
+    desk: Desk, base: Path, table: Path, tmp_path: Path
+) -> None:
+    config = tmp_path / "qa.yaml"
+    config.write_text(
+        f"model: {{path: {base}}}\ndata: {{path: {table}, sequence_length: 64, held_out: 0}}\n"
+        "method: {name: lora}\ntrain: {batch_rows: 2}\n"
+    )
+    terminal = desk.open(str(config), "--steps", "4", size=(80, 24))
+    terminal.until("step 6 of 7", "Chosen for you: why?")
+    terminal.press("\r")
+    terminal.until("step 7 of 7", "Enter starts the training", "4 steps")
+    terminal.press("\r")
+    trained_and_merged(desk, terminal)
+    kept = (desk.run_dir().path / "config.yaml").read_text()
+    assert "steps: 4" in kept and "sequence_length: 64" in kept
+
+
+def trained_and_merged(desk: Desk, terminal: Terminal) -> None:
+    """Wait for the end of the training that the app has started, merge the adapter, leave."""
+    terminal.until("FINISHED", "4/4", "the adapter is in")
+    terminal.press("m")
+    terminal.until("Export", "enter write")
+    terminal.press("\r")
+    terminal.until("written", "checked")
+    terminal.press("\r")
+    terminal.press("q")
+    assert terminal.ends() == 0
+    assert RESTORED in terminal.output
+    run = desk.run_dir()
+    assert json.loads(run.result.read_text())["exit_code"] == 0
+    assert (run.path / "merged" / "config.json").exists()
+
+
+@pytest.mark.slow  # many starts of the engine; test_wizard_flows.py has the way with a stand-in
+@pytest.mark.timeout(600)
+def test_from_a_table_to_a_merged_model_without_leaving_the_app(
+    desk: Desk, base: Path, table: Path
+) -> None:
     terminal = desk.open(
         "--model", str(base), "--steps", "4", "--sequence-length", "64", size=(80, 24)
     )  # fmt: skip
@@ -52,19 +102,8 @@ def test_from_a_table_to_a_merged_model_without_leaving_the_app(desk: Desk, tmp_
         terminal.until(f"step {step}")
     terminal.until("Enter starts the training", "4 steps")
     terminal.press("\r")
-    terminal.until("FINISHED", "4/4", "the adapter is in")
-    terminal.press("m")
-    terminal.until("Export", "enter write")
-    terminal.press("\r")
-    terminal.until("written", "checked")
-    terminal.press("\r")
-    terminal.press("q")
-    assert terminal.ends() == 0
-    assert RESTORED in terminal.output
-    run = desk.run_dir()
-    assert json.loads(run.result.read_text())["exit_code"] == 0
-    assert (run.path / "merged" / "config.json").exists()
-    kept = (run.path / "config.yaml").read_text()
+    trained_and_merged(desk, terminal)
+    kept = (desk.run_dir().path / "config.yaml").read_text()
     assert "steps: 4" in kept and "sequence_length: 64" in kept
 
 
@@ -157,6 +196,13 @@ sys.exit(launch.main(sys.argv[1:]))
 """
 
 
+def hung_up(terminal: Terminal) -> None:
+    """Let the terminal of an app go away once its training runs, and wait for the app's end."""
+    terminal.until("RUNNING")
+    terminal.hang_up()
+    terminal.process.wait(30)
+
+
 def killed_and_resumed(desk: Desk) -> Terminal:
     """An app that sees its trainer die, and starts it again from the list."""
     terminal = desk.open("--attach", "last")
@@ -175,17 +221,19 @@ def killed_and_resumed(desk: Desk) -> Terminal:
 
 
 def test_a_training_outlives_the_apps_that_start_and_watch_it(desk: Desk) -> None:
-    """One training, as its start takes seconds: its app crashes, others come and go, it is killed
-    and resumed from the list, and stopped."""
+    """One training, as its start takes seconds: the terminal of the app that starts it hangs up,
+    another app crashes, others come and go, it is killed and resumed from the list, and stopped."""
     often = ("--set", "train.checkpoint_every=2")
-    command = [sys.executable, "-P", "-c", CRASH, "--demo", "--steps", "100000", *TINY, *often]
-    crashing = desk.run(command)
+    hung_up(desk.open("--demo", "--steps", "100000", *TINY, *often))
+    before, name = desk.run_dir().summary().step or 0, desk.run_dir().run_id
+
+    crashing = desk.run([sys.executable, "-P", "-c", CRASH, "--attach", name])
     assert crashing.ends() == 1
     assert RESTORED in crashing.output
     assert "a bug in a panel" in crashing.text
     assert "--attach" in crashing.text, "it says how to see the run again"
-    desk.until_state("running")
-    name = desk.run_dir().run_id
+    assert (desk.run_dir().summary().step or 0) > before
+    assert desk.run_dir().liveness() == "running"
 
     terminated = desk.open("--attach", name, size=(80, 24))
     terminated.until("RUNNING")
@@ -293,6 +341,7 @@ def test_the_first_paint_costs_little_more_than_the_import_of_textual(
     assert min(paints_s) < 3.5 * min(imports_s), (paints_s, imports_s)
 
 
+@pytest.mark.slow
 def test_without_a_terminal_the_demo_trains_in_lines_and_names_the_app(desk: Desk) -> None:
     environment = {**desk.environment, "TERM": "dumb"}
     done = subprocess.run(

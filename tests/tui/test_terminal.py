@@ -197,9 +197,8 @@ def test_where_no_shell_waits_ctrl_z_says_so_and_stops_nothing(desk: Desk, watch
     terminal.until("Gradient norm")
 
 
-@pytest.mark.parametrize(
-    "ignoring", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["told", "untold"]
-)
+@pytest.mark.slow  # `told` is a part of test_a_training_outlives_the_apps_that_start_and_watch_it
+@pytest.mark.parametrize("ignoring", [False, True], ids=["told", "untold"])
 def test_an_app_whose_terminal_hangs_up_ends_and_the_training_goes_on(
     desk: Desk, ignoring: bool
 ) -> None:
