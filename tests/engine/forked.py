@@ -39,7 +39,7 @@ LIMIT_S = 240.0  # for what never ends; a slow machine is no failure
 
 
 def shorten(patch: pytest.MonkeyPatch) -> None:
-    """Let a run time its blocks once and show four tokens of what its model makes.
+    """Let a run time its blocks with few steps and show four tokens of what its model makes.
 
     Calibration is repeated where other programs disturbed it, as the test workers do each other,
     and few tests look at the results.
@@ -48,6 +48,7 @@ def shorten(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr("fluxtrain.measure.measured_constants.is_calm_after", lambda _: False)
     patch.setattr("fluxtrain.measure.calibrate.MOST_REPEATS", 1)
+    patch.setattr("fluxtrain.measure.block_timing.STEPS", 1)
     patch.setattr("fluxtrain.train.run.sample_text", partial(sample_text, max_new_tokens=4))
 
 

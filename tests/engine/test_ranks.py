@@ -148,16 +148,28 @@ def share(patch: pytest.MonkeyPatch, params: Params | None, on_host: bool = Fals
     patch.setattr(wrap, "_exchange", lambda ranks, devices: how(ranks, devices[0]))
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("world", "every"),
+    [
+        (2, False),
+        pytest.param(2, True, marks=pytest.mark.slow),
+        pytest.param(3, True, marks=pytest.mark.slow),
+    ],
+)
 def test_weights_that_ranks_share_have_the_bits_of_those_that_each_holds(
-    tmp_path: Path, world: int
+    tmp_path: Path, world: int, every: bool
 ) -> None:
     """Each rank updates its ranges alone, and reads those of the others once they are updated."""
-    # `fluxtrain train` exchanges the last backward pass of a step alone
-    cases = [case for case in CASES if case[1] != "accumulated"]
-    cases += [("lora", "plain", {"frozen": "nf4"})]
-    cases += [("bf16", "in_backward", {})]
-    cases += [("bf16", "plain", {"states": states}) for states in ("fp32", "8bit")]
+    cases: list[tuple[str, str, dict[str, Any]]] = [
+        ("tied", "plain", {"placement": PlacementRequest(embedding="rows", head="chunks")}),
+        ("lora", "plain", {"frozen": "nf4"}),
+        ("bf16", "in_backward", {}),
+        ("bf16", "plain", {"states": "8bit"}),
+    ]
+    if every:
+        # `fluxtrain train` exchanges the last backward pass of a step alone
+        cases += [case for case in CASES if case[1] != "accumulated"]
+        cases += [("bf16", "plain", {"states": "fp32"})]
     each = together(world, shared, tmp_path / "each", cases, None)
     for found in together(world, shared, tmp_path / "once", cases, "full"):
         for place, (kind, how, options) in enumerate(cases):

@@ -158,13 +158,13 @@ def test_every_format_has_the_bits_of_memory(
 @pytest.mark.parametrize(
     "how",
     [
-        {"passes": 3},
-        {"norm": None},
+        pytest.param({"passes": 3}, marks=pytest.mark.slow),
+        pytest.param({"norm": None}, marks=pytest.mark.slow),
         {"norm": None, "also": ALSO[1]},
         {"passes": 3, "also": ALSO[1]},
-        {"away": 3, "also": ALSO[2]},
+        pytest.param({"away": 3, "also": ALSO[2]}, marks=pytest.mark.slow),
         {"device_groups": 2, "also": ALSO[2]},
-        {"resident_blocks": 1, "also": ALSO[2]},
+        pytest.param({"resident_blocks": 1, "also": ALSO[2]}, marks=pytest.mark.slow),
         {"deferred_moments": True, "also": ALSO[2]},
     ],
     ids=str,
