@@ -43,6 +43,7 @@ from tests.wrap_with import wrap_with
         passes_on_a_view,
     ],
 )
+@pytest.mark.thinned(18)
 def test_a_write_to_an_activation_is_refused_with_the_cure(inside: Inside, layout: str) -> None:
     plain = Model(inside, adds_what_it_gave)
     wrapped = wrap_with(copy.deepcopy(plain), **LAYOUTS[layout])

@@ -74,7 +74,7 @@ SETTINGS: list[dict[str, object]] = [
     "settings", SETTINGS, ids=["clip", "backward", "8bit", "fp16", "deferred", "device"]
 )
 @pytest.mark.parametrize("budget_bytes", [64 * MIB, 1], ids=["whole", "group by group"])
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(2)
 def test_what_is_written_beside_the_training_is_what_waiting_would_have_written(
     run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     settings: dict[str, object], budget_bytes: int,

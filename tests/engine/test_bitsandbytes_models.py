@@ -121,6 +121,7 @@ def trained(model: nn.Module) -> list[float]:
 
 @pytest.mark.parametrize("offload", ["none", "weights"])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.thinned(3)
 def test_a_quantised_model_trains_like_the_weights_it_stands_for(kind: str, offload: str) -> None:
     resident = adapted(dequantised(llama(), KINDS[kind]))
     expected = trained(fluxtrain.wrap(resident, device="cpu", offload="none", chunk_rows=2))

@@ -21,6 +21,7 @@ from fluxtrain.train.run import train
 @pytest.mark.parametrize("depth", [1, 3])  # 1: the pass waits for updates under it
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("where", ["output", "gradient"])
+@pytest.mark.thinned(4)
 def test_the_block_where_it_began_and_the_last_checkpoint_are_named(
     run_config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     where: str, layer: int, depth: int,

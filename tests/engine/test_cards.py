@@ -29,7 +29,7 @@ from tests.on_cards import (
 )
 
 
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("cards", [2, 3, 4])
 @pytest.mark.parametrize(
     "how",

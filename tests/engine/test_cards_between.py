@@ -26,6 +26,7 @@ from tests.on_cards import wrapped
 
 @pytest.mark.parametrize("cards", [1, 2, 3])
 @pytest.mark.parametrize("between", BETWEEN.values(), ids=BETWEEN)
+@pytest.mark.thinned(14)
 def test_what_computes_between_blocks_gets_its_gradients(
     between: Callable[[Tensor], Tensor], cards: int
 ) -> None:
@@ -91,6 +92,7 @@ class Chosen(Model):
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("cards", [1, 2, 3])
+@pytest.mark.thinned(9)
 def test_outputs_whose_rows_depend_on_the_data_are_put_together(cards: int, seed: int) -> None:
     words = torch.arange(ROWS * LENGTH).reshape(ROWS, LENGTH) % WORDS
     drawn = torch.Generator().manual_seed(seed)

@@ -95,7 +95,7 @@ def test_nothing_is_read_before_it_arrives(how: dict[str, Any]) -> None:
     assert_same(one, several)
 
 
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(3)
 @pytest.mark.usefixtures("late", "blocks_alone")
 @pytest.mark.parametrize("chunk_rows", [1, ROWS])
 @pytest.mark.parametrize("dealing", [(1, 1, 1, 0, 1, 1), (1, 0, 1, 0, 1, 0)], ids=str)

@@ -67,7 +67,7 @@ def while_writing(monkeypatch: pytest.MonkeyPatch, fault: Fault, times: int = 1)
     monkeypatch.setattr(checkpoints, "write_json", write)
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("budget_bytes", [0, 64 * MIB], ids=["waits", "background"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_checkpoint_whose_folder_is_taken_away_is_written_again(
@@ -121,7 +121,7 @@ def refusing(monkeypatch: pytest.MonkeyPatch, code: int, allowed: int = 0) -> No
     monkeypatch.setattr(shard_file.HashingFile, "__init__", refuse)
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.EIO, errno.ENOENT])
 @pytest.mark.parametrize("budget_bytes", [0, 64 * MIB], ids=["waits", "background"])
 def test_a_run_that_cannot_save_goes_on_and_says_so_and_saves_its_model(

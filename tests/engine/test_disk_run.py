@@ -87,6 +87,7 @@ def damage() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("ends", [stop, damage], ids=["stopped", "damaged"])
+@pytest.mark.thinned(2)
 def test_a_run_has_the_bits_of_one_in_memory_also_when_it_was_stopped_or_its_files_damaged(
     method: str, ends: Any, run_config: MakeConfig, tmp_path: Path, request: Any
 ) -> None:

@@ -83,6 +83,7 @@ def test_a_model_that_cannot_be_saved_for_want_of_memory_says_how_to_go_on(
 
 
 @pytest.mark.parametrize(("asked", "chunk"), [(None, 4), (4, 4), (1, 1)])
+@pytest.mark.thinned(1)
 def test_a_chunk_that_is_set_for_the_resume_is_taken(
     asked: int | None,
     chunk: int,

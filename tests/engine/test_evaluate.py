@@ -103,6 +103,7 @@ def test_the_loss_on_several_cards_is_that_on_one(model_folder: Folder, talks: P
 
 
 @pytest.mark.parametrize("storage", ["plain", "nf4-double"])
+@pytest.mark.thinned(1)
 def test_a_run_is_evaluated_as_it_evaluated_itself(
     storage: Any, run_config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,7 +48,7 @@ def small_weights_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=lambda given: "-".join(map(str, given.values())),
 )
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(1)
 def test_the_merged_model_computes_what_was_trained(
     given: dict[str, Any], run_config: MakeConfig, tmp_path: Path
 ) -> None:
@@ -171,6 +171,7 @@ def talks(tmp_path: Path) -> Path:
     [{"name": "full"}, {"name": "lora", "targets": ["q_proj", "lm_head"]}, {"name": "qlora"}],
     ids=lambda given: given["name"],
 )
+@pytest.mark.thinned(1)
 def test_a_stopped_run_is_used_from_its_checkpoint_as_if_it_had_ended_there(
     given: dict[str, Any], run_config: MakeConfig, tmp_path: Path, talks: Path
 ) -> None:

@@ -127,7 +127,7 @@ def replaced(path: Path, kind: str, precious: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "device"])
 @pytest.mark.parametrize("name", [*FILES, *FOLDERS])
-@pytest.mark.thinned(13)
+@pytest.mark.thinned(7)
 def test_no_reader_of_a_run_goes_through_a_link_or_waits_for_a_pipe(
     call: Call, tmp_path: Path, name: str, kind: str
 ) -> None:

@@ -74,7 +74,7 @@ def agree(one: Result, other: Result, *, loss: float, weights: float) -> None:
     ids=str,
 )
 @TIED
-@pytest.mark.thinned(9)
+@pytest.mark.thinned(6)
 def test_vocab_chunks_train_as_the_whole_head_does(options: dict[str, Any], tied: bool) -> None:
     whole, chunks = (
         trained(qwen(tie_word_embeddings=tied), "rows", head=head, **options)

@@ -37,7 +37,7 @@ def assert_close(left: dict[str, Tensor], right: dict[str, Tensor], most: float)
         assert float((right[name] - value).abs().max()) <= most * scale, name
 
 
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("cards", [2, 3])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -75,7 +75,7 @@ def test_soft_caps_and_a_bias_are_applied_on_every_card(dealing: HeadDealing) ->
     assert_close(gradients(model), gradients(other), 1e-5 if dealing == "summed" else 0.0)
 
 
-@pytest.mark.thinned(12)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("cards", [2, 3, 4])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])

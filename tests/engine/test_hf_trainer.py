@@ -98,6 +98,7 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])  # gpt2: tied weights, dropout
 @BOTH
+@pytest.mark.thinned(4)
 def test_a_resumed_run_equals_the_one_that_was_never_stopped(
     wrapped: Make, tmp_path: Path, dtype: torch.dtype, family: str, accumulation: int
 ) -> None:

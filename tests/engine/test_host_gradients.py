@@ -174,6 +174,7 @@ def test_whoever_writes_to_rows_between_passes_is_heard() -> None:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("head", ["whole", "chunks"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.thinned(4)
 def test_gradients_of_passes_are_those_of_everything_on_the_device(
     dtype: torch.dtype, head: str, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,6 +102,7 @@ def losses_at_start(run_dir: Path) -> float:
 
 
 @pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+@pytest.mark.thinned(1)
 def test_a_run_that_was_cut_goes_on_with_the_same_losses(
     images: Images, tmp_path: Path, method: str
 ) -> None:

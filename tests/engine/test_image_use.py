@@ -32,6 +32,7 @@ KONTEXT = {
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.thinned(1)
 def test_a_runs_model_makes_images_from_a_picture_and_words(
     images: Images, tmp_path: Path, method: str
 ) -> None:

@@ -93,6 +93,7 @@ def by_kind(model: Deep) -> list[list[nn.Parameter]]:
 @pytest.mark.parametrize(
     ("begins", "order"), [("a", "ab"), ("a", "ba"), ("ab", "ab"), ("ab", "ba")]
 )
+@pytest.mark.thinned(6)
 def test_two_optimizers_over_one_model(
     split: Callable[[Deep], list[list[nn.Parameter]]], device_groups: int, begins: str, order: str
 ) -> None:

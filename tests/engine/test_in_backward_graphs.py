@@ -123,6 +123,7 @@ def small_llama(**options: Any) -> nn.Module:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("places", [{}, {"head": "chunks"}, {"embedding": "rows"}])
+@pytest.mark.thinned(3)
 def test_two_losses_over_one_head(tied: bool, places: dict[str, str]) -> None:
     found = []
     for in_backward in (False, True):

@@ -17,6 +17,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("when", ["before it is in place", "between the two", "as it is in place"])
+@pytest.mark.thinned(1)
 def test_what_a_killed_save_left_is_gone_after_the_resume(
     when: str, run_config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

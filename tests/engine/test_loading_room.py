@@ -48,6 +48,7 @@ def fails_at(
 
 
 @pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+@pytest.mark.thinned(1)
 def test_a_run_whose_loading_ran_out_once_is_that_of_all_memory(
     method: str, run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

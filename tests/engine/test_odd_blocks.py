@@ -75,7 +75,7 @@ def as_the_plain_model(make: Callable[[], nn.Module], layout: dict[str, Any]) ->
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.__name__)
-@pytest.mark.thinned(24)
+@pytest.mark.thinned(12)
 def test_each_part_alone(part: type[nn.Module], layout: dict[str, Any]) -> None:
     layout = {} if part in DRAWING and "chunk_rows" in layout else layout
     as_the_plain_model(lambda: Stack(part(), part(), part()), layout)
@@ -85,7 +85,7 @@ def test_each_part_alone(part: type[nn.Module], layout: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-@pytest.mark.thinned(15)
+@pytest.mark.thinned(8)
 def test_random_models_train_as_without_fluxtrain(seed: int) -> None:
     as_the_plain_model(lambda: Random(seed), LAYOUTS[seed % len(LAYOUTS)])
 

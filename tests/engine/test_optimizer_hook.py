@@ -86,7 +86,7 @@ LEFT_ALONE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.thinned(12)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("loop", [plain_loop, train], ids=["loop", "closure"])
 @pytest.mark.parametrize("kind", [*TAKEN_OVER, *LEFT_ALONE])
 def test_each_optimizer_follows_the_plain_model(

@@ -76,6 +76,7 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
 @ISAS
 @FORMATS
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.thinned(27)
 def test_native_packing_writes_the_oracles_bytes_and_all_of_them(
     isa: str, format: PackedFormat, kind: str
 ) -> None:
@@ -90,6 +91,7 @@ def test_native_packing_writes_the_oracles_bytes_and_all_of_them(
 @ISAS
 @FORMATS
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.thinned(27)
 def test_native_unpacking_computes_the_oracles_bits(
     isa: str, format: PackedFormat, kind: str
 ) -> None:

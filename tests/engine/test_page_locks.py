@@ -75,7 +75,7 @@ def trained(model: nn.Module, inputs: dict[str, Tensor]) -> list[Any]:
 @pytest.mark.parametrize("offload", ["weights", "max"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("grants", [0, 20 * KIB, 130 * KIB, 1 << 30])
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(3)
 def test_training_goes_on_with_the_same_bits_wherever_the_locks_end(
     grants: int,
     dtype: torch.dtype,

@@ -87,7 +87,7 @@ EACH_WAY = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__.str
 
 @EACH_WAY
 @pytest.mark.parametrize("overlap", [False, True], ids=["waiting", "overlapped"])
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(3)
 def test_plain_training_goes_on_with_the_moments_of_the_wrapped_one(
     way: Callable[..., Pair], overlap: bool, expected: list[float]
 ) -> None:
@@ -102,7 +102,7 @@ def test_plain_training_goes_on_with_the_moments_of_the_wrapped_one(
 
 @EACH_WAY
 @pytest.mark.parametrize(("states", "limit"), [("bf16", 2e-3), ("8bit", 2e-2)])
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(3)
 def test_low_bit_moments_go_on_in_fp32(
     way: Callable[..., Pair], states: str, limit: float, expected: list[float]
 ) -> None:
@@ -114,6 +114,7 @@ def test_low_bit_moments_go_on_in_fp32(
 
 @pytest.mark.parametrize("way", [_copied, _unwrapped], ids=["copied", "unwrapped"])
 @pytest.mark.parametrize("kind", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=str)
+@pytest.mark.thinned(3)
 def test_moments_of_bf16_weights_get_their_dtype_as_torchs_do(
     way: Callable[..., Pair], kind: dict[str, bool]
 ) -> None:

@@ -73,7 +73,7 @@ def trained(model: nn.Module, plan: Placement, batch: dict[str, Tensor], steps: 
 @pytest.mark.parametrize("asked", LAYOUTS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-@pytest.mark.thinned(20)
+@pytest.mark.thinned(10)
 def test_the_predicted_bytes_are_those_that_training_holds(
     tiny: Tiny, batch: Batch, family: str, dtype: torch.dtype, asked: RunRequest
 ) -> None:

@@ -38,7 +38,7 @@ from tests.engine.row_models import (
 )
 @pytest.mark.parametrize("tied", [False, True], ids=["apart", "tied"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.thinned(10)
+@pytest.mark.thinned(6)
 def test_rows_give_the_bits_of_the_whole_table(
     dtype: torch.dtype, tied: bool, options: dict[str, Any]
 ) -> None:

@@ -45,7 +45,7 @@ def files(folder: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("budget_bytes", [0, 64 * MIB], ids=["waits", "background"])
 @pytest.mark.parametrize("when", ["loading", "a step", "the model is saved"])
 def test_a_renamed_run_goes_on_where_it_is_and_leaves_the_next_run_alone(

@@ -226,6 +226,7 @@ def test_shards_go_from_each_tier_to_each(
 
 
 @FORMATS
+@pytest.mark.thinned(1)
 def test_state_dicts_hold_what_is_on_disk(tmp_path: Path, states: StateFormat) -> None:
     models = [wrapped(tmp_path, states, away) for away in (0, -1)]
     optimizers = [adamw(model) for model in models]

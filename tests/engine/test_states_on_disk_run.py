@@ -70,6 +70,7 @@ def model_of(run_dir: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("first", ["memory", "disk"])
+@pytest.mark.thinned(1)
 def test_a_run_is_resumed_from_and_to_the_disk_with_the_same_bits(
     first: str, run_config: MakeConfig, tmp_path: Path
 ) -> None:

@@ -182,6 +182,7 @@ def test_what_does_not_go_together_is_refused_with_the_cure(
 
 @REAL
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.thinned(1)
 def test_a_run_with_the_real_optimizer_resumes_with_the_same_bits(
     name: str, dtype: str, run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,6 +68,7 @@ def towers(monkeypatch: pytest.MonkeyPatch, head: str, **shape: bool) -> tuple[T
 @pytest.mark.parametrize("head", ["whole", "chunks"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.thinned(18)
 def test_a_loss_with_a_gradient_of_its_own_trains_the_model(
     monkeypatch: pytest.MonkeyPatch, loss: str, shape: str, head: str
 ) -> None:

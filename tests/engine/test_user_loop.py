@@ -138,6 +138,7 @@ STEPS = [plainly, accumulating, over_two_forwards, with_a_closure, with_edited_g
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["waiting", "overlapped"])
 @pytest.mark.parametrize("step", STEPS, ids=lambda s: s.__name__)
+@pytest.mark.thinned(5)
 def test_fp32_training_follows_the_plain_model(pair: Make, step: Any, overlap: bool) -> None:
     plain, wrapped = pair(overlap=overlap)
     expected, got = train(plain, 3, step), train(wrapped, 3, step)

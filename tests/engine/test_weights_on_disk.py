@@ -109,6 +109,7 @@ def in_memory(
 
 @pytest.mark.parametrize("storage", ["nf4-double", "int8", "plain"])
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.thinned(5)
 def test_a_training_has_the_bits_of_one_in_memory(
     tmp_path: Path, storage: StorageFormat, layout: str
 ) -> None:

@@ -145,6 +145,7 @@ WRITES = (
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("write", WRITES, ids=lambda f: f.__name__)
+@pytest.mark.thinned(7)
 def test_a_write_from_outside_is_used_and_then_trained_from_its_exact_value(
     write: Callable[[nn.Module, nn.Parameter], None], overlap: bool, tiny: Any, batch: Any
 ) -> None:
