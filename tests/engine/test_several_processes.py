@@ -20,9 +20,11 @@ from fluxtrain.commands import processes
 from fluxtrain.config.schema import demo_config
 from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.errors import BadInput, MisusedModel
+from fluxtrain.events.emitter import Emitter
+from fluxtrain.events.events import Failed
 from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtrain.plan.request import ParallelRequest
-from fluxtrain.train.checkpoint.recovery import locate
+from fluxtrain.train.checkpoint.recovery import Target, locate
 from tests.engine import forked
 from tests.engine.ranks import join
 from tests.on_cards import batch, llama
@@ -139,3 +141,32 @@ def test_a_second_start_is_refused_while_the_first_ones_processes_start(
     with pytest.raises(typer.Exit):
         start()
     assert len(starts) == 1 and not folder.exists()
+
+
+@pytest.mark.parametrize(("code", "starts"), [(7, 3), (2, 1), (None, 3)])
+def test_all_start_again_where_one_died_and_not_where_a_run_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    code: int | None,
+    starts: int,
+) -> None:
+    folder, began = tmp_path / "run", []
+    folder.mkdir()
+    earlier = Emitter(RunDir(folder).journal)
+    earlier.emit(Failed(exit_code=4, kind="Diverged", message="the loss was nan yesterday"))
+
+    def launched(*_: object) -> int:
+        began.append(1)
+        if code is not None:
+            earlier.emit(Failed(exit_code=code, kind="RankLost", message="rank 1 has ended"))
+        return 1
+
+    monkeypatch.setattr(processes, "launch", launched)
+    request = ParallelRequest(processes=2, restarts=2)
+    with pytest.raises(typer.Exit) as ended:
+        processes.train_in_processes(request, Target(run_dir=RunDir(folder), resumes=True), [])
+    assert (ended.value.exit_code, len(began)) == (code or 7, starts)
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert ("rank 1 has ended" if code else "ended without a word") in last
+    assert (f"--resume {folder}" in last) is (code != 2)

@@ -35,7 +35,7 @@ from fluxtrain.core.ranks import launch
 launch._AGENT = sys.argv[1]
 told = Path(sys.argv[2])
 first = lambda: int(told.read_text().split()[1]) if "known" in sys.argv else None
-sys.exit(launch.launch([told], 2, 0, first))
+sys.exit(launch.launch([told], 2, first))
 """
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shlex
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,10 +19,21 @@ from fluxtrain.commands.options import chosen_config
 from fluxtrain.commands.output import complain
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.core.ranks.launch import launch
-from fluxtrain.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, BadInput, Interrupted, RankLost
+from fluxtrain.errors import (
+    EXIT_BUG,
+    EXIT_DEVICE_FAILED,
+    EXIT_FINISHED,
+    EXIT_INTERRUPTED,
+    EXIT_READ_FAILED,
+    EXIT_TERMINATED,
+    BadInput,
+    Interrupted,
+)
 from fluxtrain.events.answers.asking import EngineRefused, ask_engine
 from fluxtrain.events.answers.plan import PlanAnswer
-from fluxtrain.events.run_folder.run_dir import runs_root
+from fluxtrain.events.events import Done, Failed
+from fluxtrain.events.journal import newest_events
+from fluxtrain.events.run_folder.run_dir import RunDir, runs_root
 from fluxtrain.events.trace.export import traced
 from fluxtrain.machine.gpu import read_gpus
 from fluxtrain.plan.request import ParallelRequest
@@ -118,7 +130,7 @@ def try_in_processes(config: RunConfig, words: Sequence[str], *, json: bool) -> 
     """
     asyncio.run(ask_engine(PlanAnswer, *words))
     words = ["dry-run", *words, *["--json"] * json]
-    raise typer.Exit(launch(words, config.parallel.processes, 0, lambda: None))
+    raise typer.Exit(launch(words, config.parallel.processes, lambda: None))
 
 
 def train_in_processes(parallel: ParallelRequest, target: Target, words: list[str]) -> NoReturn:
@@ -126,7 +138,7 @@ def train_in_processes(parallel: ParallelRequest, target: Target, words: list[st
     runs `fluxtrain WORDS`; end this one as the run ended.
 
     Raises BadInput where several cards are asked for too, or the directory is in use; Interrupted
-    after Ctrl-C; RankLost where the run left no record.
+    after Ctrl-C.
     """
     if parallel.cards not in ("auto", 1):
         raise BadInput(
@@ -146,19 +158,31 @@ def train_in_processes(parallel: ParallelRequest, target: Target, words: list[st
     target = replace(target, made=target.made or not run_dir.path.exists())
     way = f"; to go on: fluxtrain train --resume {shlex.quote(str(run_dir.path))}"
     with truly_told(target), run_dir.held_for_children():
-        status = launch(words, parallel.processes, parallel.restarts, first_process)
-        told = run_dir.summary() if run_dir.path.exists() else None
-        code = None if told is None else told.exit_code
-        if status in (EXIT_INTERRUPTED, EXIT_TERMINATED) and not code:
-            raise Interrupted(f"all processes were ended at once{way}", status)
-        if status and not code:
-            raise RankLost(
-                f"a process of the run ended without a word (torchrun: {status}): out of memory, "
-                f"or killed{way}"
-            )
+        for left in reversed(range(parallel.restarts + 1)):
+            began_s = time.monotonic()
+            status = launch(words, parallel.processes, first_process)
+            if status in (EXIT_INTERRUPTED, EXIT_TERMINATED):
+                raise Interrupted(f"all processes were ended at once{way}", status)
+            code, message = _end_of(run_dir, began_s, status)
+            if not left or code not in (EXIT_BUG, EXIT_DEVICE_FAILED, EXIT_READ_FAILED):
+                break
+            complain(f"{message}; all start again, {left} times at most")
         if code == EXIT_INTERRUPTED:
             raise Interrupted("all processes of the run have ended", code)
-        if code and told is not None and told.message:
-            more = way if code == RankLost.exit_code else ""
-            complain(f"error: {told.message}{more}")  # again, behind torchrun's own report
-        raise typer.Exit(code or 0)
+        if message:  # again, behind torchrun's own report
+            complain(f"error: {message}{way * (code == EXIT_DEVICE_FAILED)}")
+        raise typer.Exit(code)
+
+
+def _end_of(run_dir: RunDir, since_s: float, status: int) -> tuple[int, str]:
+    """Return how the run ended after `since_s`: its exit code, and why where it failed. Without a
+    word of it torchrun's exit `status` counts."""
+    found = newest_events(run_dir.journal, (Done, Failed)).values()
+    end = max((one for one in found if one.t_s >= since_s), key=lambda one: one.t_s, default=None)
+    if isinstance(end, Done | Failed):
+        return end.exit_code, end.message if isinstance(end, Failed) else ""
+    if not status:
+        return EXIT_FINISHED, ""
+    return EXIT_DEVICE_FAILED, (
+        f"a process of the run ended without a word (torchrun: {status}): out of memory, or killed"
+    )

@@ -22,20 +22,18 @@ _AGENT = (
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def launch(
-    words: Sequence[str], processes: int, restarts: int, first_process: Callable[[], int | None]
-) -> int:
+def launch(words: Sequence[str], processes: int, first_process: Callable[[], int | None]) -> int:
     """Run `python -m fluxtrain WORDS` in so many processes; return torchrun's exit status, or 130
     or 143 where a signal to this process has ended them at once.
 
-    When one dies all start again, `restarts` times. Signals go to rank 0, whose process id
-    `first_process` returns (None while it is unknown), since it decides for all. Before that, and
-    with a second Ctrl-C, all are killed: a rank that waits for another one hears no signal.
+    Signals go to rank 0, whose process id `first_process` returns (None while it is unknown), since
+    it decides for all. Before that, and with a second Ctrl-C, all are killed: a rank that waits for
+    another one hears no signal.
     """
     command = [
         *(sys.executable, "-c", _AGENT, "--nnodes=1", f"--nproc-per-node={processes}"),
-        *("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--max-restarts={restarts}"),
-        *("--monitor-interval=0.5", "-m", "fluxtrain", *words),
+        *("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--monitor-interval=0.5"),
+        *("-m", "fluxtrain", *words),
     ]
     # a session of its own: Ctrl-C of a terminal would end the agent, and the ranks in mid-step
     agent = subprocess.Popen(command, env=environment_of_child(), start_new_session=True)
