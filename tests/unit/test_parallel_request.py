@@ -80,3 +80,18 @@ def test_what_no_machine_could_do_is_refused(given: dict[str, Any], words: list[
 def test_the_names_of_other_programs_lead_to_ours(name: str, key: str) -> None:
     with pytest.raises(BadInput, match=f"did you mean {key}"):
         validate({name: 2})
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"parallel": {"processes": 2, "cards": 2}}, "parallel.cards is 2 .* leave one of the two"),
+        ({"parallel": {"processes": 2}, "train": {"batch_rows": 3}}, "set train.batch_rows=4"),
+    ],
+    ids=str,
+)
+def test_processes_that_cannot_share_the_work_are_refused_before_they_start(
+    given: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(BadInput, match=words):
+        validate(given)

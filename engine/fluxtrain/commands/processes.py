@@ -26,7 +26,6 @@ from fluxtrain.errors import (
     EXIT_INTERRUPTED,
     EXIT_READ_FAILED,
     EXIT_TERMINATED,
-    BadInput,
     Interrupted,
 )
 from fluxtrain.events.answers.asking import EngineRefused, ask_engine
@@ -137,14 +136,8 @@ def train_in_processes(parallel: ParallelRequest, target: Target, words: list[st
     """Train in the directory of `target` with as many processes as `parallel` says, each of which
     runs `fluxtrain WORDS`; end this one as the run ended.
 
-    Raises BadInput where several cards are asked for too, or the directory is in use; Interrupted
-    after Ctrl-C.
+    Raises BadInput where the directory is in use, and Interrupted after Ctrl-C.
     """
-    if parallel.cards not in ("auto", 1):
-        raise BadInput(
-            f"parallel.cards is {parallel.cards} and parallel.processes is {parallel.processes}: "
-            "each process computes on one card, so leave one of the two out"
-        )
     run_dir = target.run_dir
     if target.checkpoint is None:
         words = [*words, "--run-dir", str(run_dir.path), "--resume", "auto"]

@@ -275,6 +275,21 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _processes_share_evenly(self) -> RunConfig:
+        processes, cards, rows = self.parallel.processes, self.parallel.cards, self.train.batch_rows
+        if processes > 1 and cards not in ("auto", 1):
+            raise ValueError(
+                f"parallel.cards is {cards} and parallel.processes is {processes}: each process "
+                "computes on one card, so leave one of the two out"
+            )
+        if rows != "auto" and rows % processes:
+            raise ValueError(
+                f"train.batch_rows = {rows} cannot be shared evenly by parallel.processes = "
+                f"{processes}: set train.batch_rows={-(-rows // processes) * processes}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _warmup_within_the_run(self) -> RunConfig:
         steps, warmup = self.train.steps, self.train.warmup_steps
         if steps is not None and warmup != "auto" and warmup > steps:
