@@ -134,17 +134,20 @@ def send_values(values: Tensor, source: EngineCard, target: EngineCard) -> Tenso
 
 
 def _copy(values: Tensor, known: Tensor, source: EngineCard, target: EngineCard) -> Tensor:
-    """Copy `values` to `target` as they are computed, by the arrivals noted for `known`."""
-    arrivals = arrivals_of(known)
+    """Copy `values` to `target` as they are computed, by the arrivals noted for `known`.
+
+    Of a block with several results the first chunk of each leaves before the last of any is there.
+    """
+    arrivals, way = arrivals_of(known), next(target.ways)
     with torch.inference_mode(False):  # so that writes to it are counted
-        made = target.device.landing(values)
+        made = target.device.landing(values, way)
     target.counts.landed_bytes += values.nbytes
     if arrivals is None or not values.dim():
-        point = target.device.land(made, values, [source.device.mark()], source.device)
+        point = target.device.land(made, values, [source.device.mark()], source.device, way)
         rows = values.shape[0] if values.dim() else 1
         return note_arrivals(made, [(0, rows)], [point])
     points = [
-        target.device.land(made[a:b], values[a:b], [point], source.device)
+        target.device.land(made[a:b], values[a:b], [point], source.device, way)
         for (a, b), point in zip(arrivals.spans, arrivals.points, strict=True)
     ]
     return note_arrivals(made, arrivals.spans, points)

@@ -277,17 +277,19 @@ class CudaDevice(Device):
     def wait_outside(self, point: Any) -> None:
         self._current().wait_event(point)
 
-    def landing(self, like: Tensor) -> Tensor:
+    def landing(self, like: Tensor, way: int = 0) -> Tensor:
         assert self._several is not None
-        return self._several.landing(like)
+        return self._several.landing(like, way)
 
     def hand_out(self, made: Tensor) -> None:
         if self._several is not None and made.device == self.torch_device:
             self._several.hand_out(made)
 
-    def land(self, to: Tensor, source: Tensor, after: Sequence[Any], sender: Any) -> Any:
+    def land(
+        self, to: Tensor, source: Tensor, after: Sequence[Any], sender: Any, way: int = 0
+    ) -> Any:
         assert self._several is not None
-        return self._several.land(to, source, after, sender._several)
+        return self._several.land(to, source, after, sender._several, way)
 
     def keep_pace(self) -> None:
         if self._several is not None:

@@ -134,17 +134,20 @@ class Device:
     def wait_outside(self, point: Any) -> None:
         """Make code outside of `computing` wait for a point; blocks do not."""
 
-    def landing(self, like: Tensor) -> Tensor:
-        """Return memory on this device for a tensor such as `like`, which comes from another."""
+    def landing(self, like: Tensor, way: int = 0) -> Tensor:
+        """Return memory on this device for a tensor such as `like`, which comes from another on
+        one of several ways."""
         return torch.empty_like(like, memory_format=torch.contiguous_format)
 
     def hand_out(self, made: Tensor) -> None:
         """Keep the memory of a tensor made in `computing` until the outside code that gets it is
         done with it."""
 
-    def land(self, to: Tensor, source: Tensor, after: Sequence[Any], sender: Any) -> Any:
+    def land(
+        self, to: Tensor, source: Tensor, after: Sequence[Any], sender: Any, way: int = 0
+    ) -> Any:
         """Copy `source`, which `sender`'s computation has at the points `after`, to `to` on this
-        device; return the point when it is there. Nothing else waits for the copy."""
+        device; return the point when it is there. Only later copies on the same way wait for it."""
         to.copy_(source)
 
     def keep_pace(self) -> None:

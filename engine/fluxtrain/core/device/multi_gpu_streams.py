@@ -22,6 +22,7 @@ from fluxtrain.core.device.page_locks import host_empty
 
 Joins = Literal["now", "last", "no"]  # as in `Device.computing`
 LANES = 2  # compute streams of a GPU, which neighbouring blocks have in turn: as the plan counts
+WAYS = 4  # to a GPU and from it, in each of which copies keep their order
 MOST_BEHIND = 3  # units that a GPU may be behind the host, whose memory is not free yet
 _CHECKED_BYTES = 1 << 22
 _PART_BYTES = 4 << 20  # of a copy through the host: 80 us at 50 GB/s
@@ -41,8 +42,8 @@ class MultiGpuStreams:
         self._computes = [torch.cuda.Stream(torch_device) for _ in range(LANES)]
         # where the code around was when it was last waited for
         self._joined: torch.cuda.Event | None = None
-        self.leaving = torch.cuda.Stream(torch_device)
-        self.landed_on = torch.cuda.Stream(torch_device)
+        self.leaving = [torch.cuda.Stream(torch_device) for _ in range(WAYS)]
+        self.landed_on = [torch.cuda.Stream(torch_device) for _ in range(WAYS)]
         self._behind: deque[torch.cuda.Event] = deque()
 
     @contextmanager
@@ -64,9 +65,9 @@ class MultiGpuStreams:
         finally:
             outside.wait_stream(compute)
 
-    def landing(self, like: Tensor) -> Tensor:
-        """Return memory like `like`, which copies on the landing stream fill and blocks read."""
-        with torch.cuda.stream(self.landed_on):
+    def landing(self, like: Tensor, way: int) -> Tensor:
+        """Return memory like `like`, which copies on a landing stream fill and blocks read."""
+        with torch.cuda.stream(self.landed_on[way % WAYS]):
             made = torch.empty(like.shape, dtype=like.dtype, device=self.torch_device)
         self.hand_out(made)
         return made
@@ -78,11 +79,16 @@ class MultiGpuStreams:
             made.record_stream(stream)
 
     def land(
-        self, to: Tensor, source: Tensor, after: Sequence[torch.cuda.Event], sender: MultiGpuStreams
+        self,
+        to: Tensor,
+        source: Tensor,
+        after: Sequence[torch.cuda.Event],
+        sender: MultiGpuStreams,
+        way: int,
     ) -> torch.cuda.Event:
         """Copy `source` from `sender` to `to` here; return the event of its arrival."""
-        source.record_stream(sender.leaving)
-        landed_on, leaving = self.landed_on, sender.leaving
+        landed_on, leaving = self.landed_on[way % WAYS], sender.leaving[way % WAYS]
+        source.record_stream(leaving)
         for event in after:
             leaving.wait_event(event)
         if reaches(sender.torch_device, self.torch_device):

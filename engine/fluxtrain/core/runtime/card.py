@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -52,6 +53,7 @@ class EngineCard:
         self.activation_offload = ActivationOffload(device, counters.evicted)
         self.watch = MemoryWatch(device, self.counts, self.activation_offload, say)
         self.shared = SharedArguments()
+        self.ways = itertools.count()  # of tensors that come from other cards, in turn
         # arguments that code outside had made when a block last waited for it, with their versions
         self._joined: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         # its copy of a head whose tokens all cards share, with the version of the weights
