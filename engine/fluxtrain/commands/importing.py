@@ -13,7 +13,7 @@ import sys
 
 TYPE_CHECKING = False  # as `typing` has it, whose import takes too long
 if TYPE_CHECKING:
-    from types import FrameType, TracebackType
+    from types import FrameType
 
 _WORDS = b"interrupted before anything was started\n"
 _EXIT_INTERRUPTED = 130  # as in fluxtrain.errors
@@ -37,12 +37,7 @@ class Importing:
             sys.modules[name] = None  # type: ignore[assignment]  # Python then finds no such module
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for name in self._hidden:
             sys.modules.pop(name, None)
         gc.freeze()  # packages stay with the process: 0.2 s less each time the collector is asked

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from fluxtrain.config.schema import RunConfig
@@ -105,12 +104,7 @@ class Session:
         self.signals.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         self.signals.deferred = True  # no signal interrupts the record
         try:
             self._say(self.gauges.close)

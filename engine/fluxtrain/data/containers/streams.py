@@ -10,7 +10,6 @@ import io
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, Literal
 
 from fluxtrain.errors import BadInput
@@ -81,12 +80,7 @@ class Source:
     def __enter__(self) -> Source:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.file.close()
         self._raw.close()
 

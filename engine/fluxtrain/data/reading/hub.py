@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -76,12 +75,7 @@ class _HubItems:
     def __enter__(self) -> _HubItems:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stream = None
 
     @property

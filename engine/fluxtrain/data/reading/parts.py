@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 from fluxtrain.data.containers.lines import LINE_LIMIT_BYTES
@@ -42,12 +41,7 @@ class Items(Protocol):
         """Return the fraction of the part read so far."""
 
     def __enter__(self) -> Items: ...
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
     def __iter__(self) -> Iterator[Row | Record | Problem]: ...
 
 
@@ -77,13 +71,8 @@ class _FileItems:
     def __enter__(self) -> _FileItems:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._source.__exit__(kind, error, trace)
+    def __exit__(self, *_: object) -> None:
+        self._source.__exit__()
 
     @property
     def share(self) -> float:

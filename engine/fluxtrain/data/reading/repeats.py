@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from fluxtrain.data.reading.report import Report
@@ -72,12 +71,7 @@ class RepeatSearch:
     def __enter__(self) -> RepeatSearch:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with suppress(sqlite3.Error):
             self._database.close()
 
