@@ -83,15 +83,6 @@ def test_a_cursor_of_other_data_or_seed_is_refused() -> None:
         BatchSource(_rows(7), 2, seed=4).load_state_dict(cursor)
 
 
-def test_there_is_no_cursor_in_the_middle_of_a_step() -> None:
-    source = BatchSource(_rows(7), 2, 2)
-    source.next()
-    with pytest.raises(RuntimeError, match="1 batches of the current step"):
-        source.state_dict()
-    source.next()
-    assert source.state_dict()["position"] == 4
-
-
 def test_the_batches_of_a_step_count_their_labels() -> None:
     tokens = Tokens(np.arange(1, 25, dtype=np.uint32), np.array([0, 3, 11, 13, 21, 24]))
     rows = PackedRows(tokens, Spans(tokens.starts[:-1], np.diff(tokens.starts)), 8, pack=False)

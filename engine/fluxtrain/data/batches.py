@@ -89,7 +89,6 @@ class BatchSource:
         self._epoch = 0
         self._position = 0  # rows of this epoch already served
         self._order = _RowOrder(rows, seed, 0)
-        self._ready: list[Batch] = []  # the remaining batches of the current step
         self._fingerprint = rows.fingerprint()
 
     @property
@@ -107,20 +106,14 @@ class BatchSource:
         """Return the epochs done, with the fraction of the current one."""
         return self._epoch + self._position / len(self.rows)
 
-    def next(self) -> Batch:
-        """Return the next batch; every `accumulation` of them make a step."""
-        if not self._ready:
-            self._ready = self._step()
-        return self._ready.pop(0)
-
     def next_step(self) -> list[Batch]:
-        """Return all batches of the next optimizer step. Raises RuntimeError within a step."""
-        self._check_between_steps()
-        return self._step()
+        """Return all batches of the next optimizer step."""
+        indices = [self._next_indices() for _ in range(self.accumulation)]
+        parts = [self.rows.take(taken, trim=True) for taken in indices]
+        return [_batch(part, self.rows.packed) for part in parts]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the cursor, JSON-ready. Raises RuntimeError in the middle of a step."""
-        self._check_between_steps()
+        """Return the cursor, JSON-ready."""
         return {
             "epoch": self._epoch,
             "position": self._position,
@@ -147,16 +140,6 @@ class BatchSource:
             )
         self._epoch, self._position = state["epoch"], state["position"]
         self._order = _RowOrder(self.rows, self.seed, self._epoch)
-        self._ready = []
-
-    def _check_between_steps(self) -> None:
-        if self._ready:
-            raise RuntimeError(f"{len(self._ready)} batches of the current step were not taken")
-
-    def _step(self) -> list[Batch]:
-        indices = [self._next_indices() for _ in range(self.accumulation)]
-        parts = [self.rows.take(taken, trim=True) for taken in indices]
-        return [_batch(part, self.rows.packed) for part in parts]
 
     def _next_indices(self) -> Ints:
         taken = self._order.between(self._position, self._position + self.batch_rows)
