@@ -33,7 +33,16 @@ from fluxtrain.commands.options import (
     nothing_named,
     overrides_of,
 )
-from fluxtrain.commands.output import complain, hush_libraries, leave, print_json, say, silent, tell
+from fluxtrain.commands.output import (
+    answer,
+    complain,
+    hush_libraries,
+    leave,
+    print_json,
+    say,
+    silent,
+    tell,
+)
 from fluxtrain.errors import EXIT_FINISHED, BadInput, FluxTrainError, NoSpace
 from fluxtrain.events.run_folder.standard_streams import open_standard_streams
 from fluxtrain.machine import before_torch
@@ -191,10 +200,7 @@ def plan(  # noqa: PLR0913, PLR0917 - typer reads the options from the signature
     elsewhere = None if machine is None else read_machine_file(machine)
     report = complain if progress or sys.stderr.isatty() else None
     found = preview(chosen, elsewhere, report, run_dir)
-    if json:
-        print_json(found)
-    else:
-        say(table(found, whole=whole))
+    answer(found, partial(table, whole=whole), json=json)
 
 
 @app.command(epilog=EXIT_CODES)
@@ -217,13 +223,9 @@ def inspect(
 
     if is_pipeline(chosen.model.path):
         pairs = pairs_inspection.inspect_pairs(chosen, whole)
-        print_json(pairs) if json else say(pairs_inspection.page(pairs))
+        answer(pairs, pairs_inspection.page, json=json)
         return
-    found = inspection.inspect(chosen, whole)
-    if json:
-        print_json(found)
-    else:
-        say(inspection.page(found))
+    answer(inspection.inspect(chosen, whole), inspection.page, json=json)
 
 
 @app.command("dry-run", epilog=EXIT_CODES)
@@ -251,12 +253,8 @@ def dry_run(
         from fluxtrain.commands import dry_run as trial
 
     found = trial.dry_run(chosen)
-    if found is None:  # another rank tells
-        return
-    if json:
-        print_json(found)
-    else:
-        say(trial.table(found))
+    if found is not None:  # else another rank tells
+        answer(found, trial.table, json=json)
 
 
 @app.command(epilog=EXIT_CODES)
@@ -299,10 +297,7 @@ def export(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatu
         rows=rows, device=device, trust_remote_code=trust,
     )  # fmt: skip
     found = exported(request, silent if json and not progress else complain)
-    if json:
-        print_json(found)
-    else:
-        say(export_page(found))
+    answer(found, export_page, json=json)
 
 
 init_cli.register(app, EXIT_CODES)
@@ -324,10 +319,7 @@ def probe(
     from fluxtrain.measure.probe.table import probe_text
 
     found = measure(runs_root(), fresh=fresh, report=None if json and not progress else complain)
-    if json:
-        print_json(found)
-    else:
-        say(probe_text(found))
+    answer(found, probe_text, json=json)
 
 
 @app.command()
@@ -347,10 +339,7 @@ def doctor(
     from fluxtrain.events.run_folder.run_dir import runs_root
 
     report = examine(runs_root(), fresh=fresh, say=silent if json else complain)
-    if json:
-        print_json(report)
-    else:
-        say(screen(report))
+    answer(report, screen, json=json)
     if report.failed:
         names = ", ".join(test.name for test in report.failed)
         raise FluxTrainError(f"self-tests failed: {names}: please report what stands above")
@@ -445,13 +434,13 @@ def _command(run: str, command: str, arguments: dict[str, Any], *, json: bool) -
     from fluxtrain.events.run_folder.control import send_command
     from fluxtrain.events.run_folder.run_dir import RunDir, find_run
 
-    answer = send_command(RunDir(find_run(run)).socket, command, arguments)
+    answered = send_command(RunDir(find_run(run)).socket, command, arguments)
     if json:
-        print_json({"ok": answer.ok, "message": answer.message})
-    if not answer.ok:
-        raise BadInput(answer.message)
+        print_json({"ok": answered.ok, "message": answered.message})
+    if not answered.ok:
+        raise BadInput(answered.message)
     if not json:
-        say(answer.message)
+        say(answered.message)
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:

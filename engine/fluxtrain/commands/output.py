@@ -8,7 +8,8 @@ import os
 import sys
 import threading
 import traceback
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
 
 import typer
 
@@ -22,6 +23,7 @@ from fluxtrain.errors import (
 )
 from fluxtrain.machine.failures import as_told  # here: where memory ran out nothing is imported
 
+T = TypeVar("T")
 TRACKER_THREADS = "tracker-"  # how their names begin
 
 
@@ -134,6 +136,14 @@ def print_json(value: Any) -> None:
     import msgspec
 
     say(json_module.dumps(msgspec.to_builtins(value), indent=2))
+
+
+def answer(found: T, page: Callable[[T], str], *, json: bool) -> None:
+    """Print what a command found: as JSON for programs, else as a page for people."""
+    if json:
+        print_json(found)
+    else:
+        say(page(found))
 
 
 def say(text: str) -> None:

@@ -9,7 +9,7 @@ import typer
 
 from fluxtrain.commands import options
 from fluxtrain.commands.importing import Importing
-from fluxtrain.commands.output import complain, print_json, say, silent
+from fluxtrain.commands.output import answer, complain, print_json, say, silent
 from fluxtrain.errors import BadInput
 
 
@@ -66,20 +66,13 @@ def evaluate(  # noqa: PLR0913, PLR0917 - typer reads the options from the signa
     tell = silent if json else complain
     if tasks is not None:
         scored = evaluate_tasks(named, tasks, rows, tell)
-        if json:
-            print_json(scored)
-        else:
-            say(tasks_page(scored))
+        answer(scored, tasks_page, json=json)
         return
     request = EvaluationRequest(
         model=named, data=data, rows=rows, sequence_length=sequence_length,
         overrides=tuple(sets or ()),
     )  # fmt: skip
-    found = evaluate_model(request, tell)
-    if json:
-        print_json(found)
-    else:
-        say(evaluation_page(found))
+    answer(evaluate_model(request, tell), evaluation_page, json=json)
 
 
 def generate(  # noqa: PLR0913, PLR0917 - as above
@@ -158,10 +151,7 @@ def compare(
     if plots is not None:
         for path in comparison.draw(lines, plots):
             complain(f"drawn: {path}")
-    if json:
-        print_json(rows)
-    else:
-        say(comparison.table(rows))
+    answer(rows, comparison.table, json=json)
 
 
 def sample(  # noqa: PLR0913, PLR0917 - as above
