@@ -20,18 +20,12 @@ COMMAND = "generate"
 Ended = Literal["end", "length", "context", "stopped"]
 
 
-class Ask(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    tag_field="kind",
-    tag="ask",
-    forbid_unknown_fields=True,
-):
-    """Asks for an answer. Missing keys have the values of the command line.
+class _Request(msgspec.Struct, frozen=True, tag_field="kind", forbid_unknown_fields=True):
+    """A line of input. An unknown key is refused: an answer that ignores it would be wrong."""
 
-    An unknown key is refused: an answer that ignores a request would be wrong.
-    """
+
+class Ask(_Request, frozen=True, kw_only=True, tag="ask"):
+    """Asks for an answer. Missing keys have the values of the command line."""
 
     id: str = ""
     messages: tuple[dict[str, Any], ...] | None = None  # a conversation, with role and content
@@ -46,41 +40,20 @@ class Ask(
     adapter: str | None = None  # that is mounted; None: the model as it was opened
 
 
-class Stop(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    tag_field="kind",
-    tag="stop",
-    forbid_unknown_fields=True,
-):
+class Stop(_Request, frozen=True, kw_only=True, tag="stop"):
     """Stop an answer, or all that were asked for so far; they end with the text so far."""
 
     id: str = ""  # of the ask; "": all
 
 
-class Mount(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    tag_field="kind",
-    tag="mount",
-    forbid_unknown_fields=True,
-):
+class Mount(_Request, frozen=True, kw_only=True, tag="mount"):
     """Put an adapter into a slot; the one that was used least recently leaves its own."""
 
     name: str
     path: str  # of its folder
 
 
-class Unmount(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    tag_field="kind",
-    tag="unmount",
-    forbid_unknown_fields=True,
-):
+class Unmount(_Request, frozen=True, kw_only=True, tag="unmount"):
     """Free the slot of an adapter."""
 
     name: str
