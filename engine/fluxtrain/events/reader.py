@@ -21,11 +21,10 @@ POLL_BYTES = 1 << 20
 
 
 class _Lines:
-    """Splits bytes into events and counts the lines that gave none."""
+    """Splits bytes into events and counts the lines that are no frames."""
 
     def __init__(self) -> None:
         self.garbage_lines = 0
-        self.unknown_events = 0
         self._in_garbage = False  # inside a line that is longer than any frame
 
     def take(self, data: bytes) -> tuple[list[AnyEvent], int]:
@@ -39,9 +38,7 @@ class _Lines:
             event = classify_line(line)
             if not isinstance(event, Skipped):
                 events.append(event if is_plain(line) else printable_texts(event))
-            elif event is Skipped.UNKNOWN:
-                self.unknown_events += 1
-            else:
+            elif event is Skipped.GARBAGE:
                 self.garbage_lines += 1
         if len(data) - used > FRAME_LIMIT_BYTES:
             self.garbage_lines += not self._in_garbage
@@ -69,11 +66,6 @@ class JournalFollower:
     def garbage_lines(self) -> int:
         """Count the lines that were not frames."""
         return self._lines.garbage_lines
-
-    @property
-    def unknown_events(self) -> int:
-        """Count the events of a newer minor version."""
-        return self._lines.unknown_events
 
     def poll(self) -> list[AnyEvent]:
         """Return the next events, at most `poll_bytes` of them; [] without news.
@@ -124,10 +116,6 @@ class PipeReader:
     def garbage_lines(self) -> int:
         """Count the lines that were not frames."""
         return self._lines.garbage_lines
-
-    def fileno(self) -> int:
-        """Return the file descriptor, for select and event loops."""
-        return self._descriptor
 
     def poll(self) -> list[AnyEvent]:
         """Return the events since the last call, about 1 MiB at most; [] without news."""
