@@ -79,7 +79,8 @@ def test_a_database_of_another_version_or_none_is_refused(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("kind", "refused"), [("nfs4", True), ("cifs", True), ("xfs", False)])
 def test_a_network_mount_is_refused(kind: str, refused: bool, tmp_path: Path) -> None:
-    mounts = MOUNTS.format(place=tmp_path, kind=kind)
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(MOUNTS.format(place=tmp_path, kind=kind))
     if refused:
         with pytest.raises(BadInput, match=f"on a {kind} mount"):
             database.refuse_network_mount(tmp_path / "service", mounts)

@@ -7,13 +7,15 @@ from pathlib import Path
 
 from fluxtrain.events.answers.machine import Disk
 
+MOUNTS = Path("/proc/self/mountinfo")
 MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 NETWORK_FILE_SYSTEMS = frozenset(
-    {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "gpfs", "beegfs", "afs", "virtiofs"}
-)
+    {"nfs", "nfs4", "cifs", "smb3", "smbfs", "sshfs", "9p", "ceph", "lustre", "gpfs", "beegfs",
+     "afs", "virtiofs"}
+)  # fmt: skip
 
 
-def read_disk(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> Disk:
+def read_disk(path: Path, mounts: Path = MOUNTS) -> Disk:
     """Return facts about the disk of `path`, or of its nearest parent that exists."""
     unknown: dict[str, str] = {}
     place = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())

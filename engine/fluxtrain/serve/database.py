@@ -11,8 +11,8 @@ import msgspec
 import sqlalchemy as sa
 
 from fluxtrain.errors import BadInput
+from fluxtrain.machine.disk import MOUNTS, read_disk
 
-NETWORK_MOUNTS = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "afs", "fuse.sshfs")
 # Seconds since 1970 by the database's clock, the only one that several servers have in common.
 CLOCKS = {
     "sqlite": "((julianday('now') - 2440587.5) * 86400.0)",
@@ -131,16 +131,11 @@ def migrate(engine: sa.Engine, tables: sa.MetaData) -> None:
         raise BadInput(f"{shown(engine)} cannot be used ({told}): {cure}") from error
 
 
-def refuse_network_mount(folder: Path, mounts: str) -> None:
-    """Raise BadInput where SQLite's locks cannot be relied on. Source: proc(5), mountinfo."""
-    kind, longest = "", -1
-    for line in mounts.splitlines():
-        before, _, after = line.partition(" - ")
-        place = before.split()[4].encode().decode("unicode_escape")
-        if folder.resolve().is_relative_to(place) and len(place) >= longest:
-            kind, longest = after.split()[0], len(place)
-    if kind in NETWORK_MOUNTS:
+def refuse_network_mount(folder: Path, mounts: Path = MOUNTS) -> None:
+    """Raise BadInput where SQLite's locks cannot be relied on."""
+    disk = read_disk(folder, mounts)
+    if disk.on_network:
         raise BadInput(
-            f"{folder} is on a {kind} mount, where SQLite can lose what it wrote: choose a folder "
-            "on a local disk with --folder, or keep the database in a Postgres with --db"
+            f"{folder} is on a {disk.file_system} mount, where SQLite can lose what it wrote: "
+            "choose a folder on a local disk with --folder, or keep it in a Postgres with --db"
         )

@@ -170,7 +170,7 @@ class Store:
 
     def _is_first(self, alone: bool) -> bool:
         """Lock the folder for SQLite; return whether no other process has it. Raises BadInput."""
-        refuse_network_mount(self.folder, Path("/proc/self/mountinfo").read_text())
+        refuse_network_mount(self.folder)
         first = try_lock(self._lock)
         if alone and not first:
             raise BadInput(
