@@ -28,7 +28,6 @@ KEPT = "kept-from-run"  # holds what others put in the place of a run's own
 Rule = Callable[[str, os.stat_result], "Rule | bool"]
 
 _CHECKPOINT = re.compile(r"(\.writing-(old-)?)?step-\d{8,}")
-_OF_CHECKPOINT = re.compile(r"manifest\.json|trainer\.json|shard-\d{5,}\.safetensors")
 # Of models that were saved without a list, as by a process that was killed after it.
 _OF_MODEL = re.compile(
     r"(model|adapter_model)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|adapter_config\.json|"
@@ -36,10 +35,6 @@ _OF_MODEL = re.compile(
     r"special_tokens_map\.json|added_tokens\.json|chat_template\.jinja|vocab\.(json|txt)|merges\.txt|"
     + re.escape(MARK)
 )
-_OF_TRACKERS = re.compile(
-    r"(tensorboard|wandb|mlflow|trackio)\.json|events\.out\.tfevents\.\d+\..+"
-)
-_OF_SAMPLES = re.compile(r"step-\d{8,}-\d+\.png")
 _UNFINISHED_MODEL = re.compile(r"\.model-(?P<old>old-)?[a-z0-9_]{8}")
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -159,19 +154,17 @@ def of_checkpoints(name: str, facts: os.stat_result) -> Rule | bool:
     return of_checkpoint if is_ours else False
 
 
-def of_checkpoint(name: str, facts: os.stat_result) -> Rule | bool:
-    """Apply the rule of one checkpoint's folder."""
-    return stat.S_ISREG(facts.st_mode) and _OF_CHECKPOINT.fullmatch(name) is not None
+def _files_named(pattern: str) -> Rule:
+    """Return the rule of a folder whose own files have such names."""
+    named = re.compile(pattern)
+    return lambda name, facts: stat.S_ISREG(facts.st_mode) and named.fullmatch(name) is not None
 
 
-def of_trackers(name: str, facts: os.stat_result) -> Rule | bool:
-    """Apply the rule of the trackers' folders and of TensorBoard's events."""
-    return stat.S_ISREG(facts.st_mode) and _OF_TRACKERS.fullmatch(name) is not None
-
-
-def of_samples(name: str, facts: os.stat_result) -> Rule | bool:
-    """Apply the rule of the folder `samples`."""
-    return stat.S_ISREG(facts.st_mode) and _OF_SAMPLES.fullmatch(name) is not None
+of_checkpoint = _files_named(r"manifest\.json|trainer\.json|shard-\d{5,}\.safetensors")
+of_trackers = _files_named(  # also of TensorBoard's events
+    r"(tensorboard|wandb|mlflow|trackio)\.json|events\.out\.tfevents\.\d+\..+"
+)
+of_samples = _files_named(r"step-\d{8,}-\d+\.png")
 
 
 def of_model(listed: Mapping[str, int] | None) -> Rule:
