@@ -7,7 +7,6 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -65,7 +64,8 @@ def evaluate_tasks(
         scores = Scores(opened, rows, tell)
         model._loglikelihood_tokens = lambda requests, **_: scores.of(requests, model.max_length)
         began_s = perf_counter()
-        with _own_cache() as cache:
+        # what `datasets` makes of the rows
+        with tempfile.TemporaryDirectory(prefix="fluxtrain-tasks-") as cache:
             for task in tasks:
                 task["dataset_kwargs"]["cache_dir"] = cache
             found = simple_evaluate(
@@ -101,13 +101,6 @@ def _context(opened: OpenedModel) -> int | None:
     """Return the positions that the model has, if it says so."""
     found = getattr(opened.model.config.get_text_config(), "max_position_embeddings", None)
     return found if isinstance(found, int) else None
-
-
-@contextmanager
-def _own_cache() -> Iterator[str]:
-    """Give a folder for what `datasets` makes of the rows, which is deleted in the end."""
-    with tempfile.TemporaryDirectory(prefix="fluxtrain-tasks-") as made:
-        yield made
 
 
 def _results(found: dict[str, Any]) -> Iterator[TaskResult]:

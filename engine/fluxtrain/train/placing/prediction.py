@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 from fluxtrain.events.events import Compared
 
@@ -35,11 +36,8 @@ class Promise:
 
 def steady_step_s(steps_s: Sequence[float]) -> float | None:
     """Return the median of the steps after the first few; None where there are none."""
-    steady = sorted(steps_s[WARMING_STEPS:])
-    if not steady:
-        return None
-    middle = len(steady) // 2
-    return steady[middle] if len(steady) % 2 else (steady[middle - 1] + steady[middle]) / 2
+    steady = steps_s[WARMING_STEPS:]
+    return median(steady) if steady else None
 
 
 def compared(
