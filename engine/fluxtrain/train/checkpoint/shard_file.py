@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -54,12 +55,13 @@ class HashingFile:
         self._file.close()
         return WrittenFile(self._written_bytes, self._hash.hexdigest())
 
-    def abandon(self) -> None:
+    def __enter__(self) -> HashingFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         """Close without flushing to disk; a full disk may refuse even the last buffered bytes."""
-        try:
+        with suppress(OSError):
             self._file.close()
-        except OSError:
-            return
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> WrittenFile:
@@ -69,26 +71,18 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> WrittenFile:
         OSError: the disk refused; the partial file is left for the caller to remove.
     """
     ordered, header = headed(planned_of(tensors), {})
-    out = HashingFile(path)
-    try:
+    with HashingFile(path) as out:
         out.write(header)
         for tensor in ordered:
             _write_tensor(out, tensors[tensor.name])
         return out.finish()
-    except BaseException:
-        out.abandon()
-        raise
 
 
 def write_json(path: Path, value: Any) -> WrittenFile:
     """Write `value` as one JSON file and wait until it is on disk."""
-    out = HashingFile(path)
-    try:
+    with HashingFile(path) as out:
         out.write(json.dumps(value, indent=1, allow_nan=False).encode() + b"\n")
         return out.finish()
-    except BaseException:
-        out.abandon()
-        raise
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
