@@ -27,6 +27,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from fluxtrain.core.ranks.cores import bind
 from fluxtrain.errors import BadInput, FluxTrainError, MisusedModel, RankLost
+from fluxtrain.events.run_folder.process import boot_id, start_ticks
 
 T = TypeVar("T")
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -105,7 +106,7 @@ class Ranks:
         return [
             rank
             for rank, (machine, process) in enumerate(self.processes)
-            if machine == here and _has_ended(process)
+            if machine == here and start_ticks(process) is None
         ]
 
     @property
@@ -245,24 +246,7 @@ def _ranks_of(_default: Any) -> Ranks:
 
 
 def _machine() -> str:
-    return f"{os.uname().nodename} {_boot()}"
-
-
-def _boot() -> str:
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
-
-
-def _has_ended(process: int) -> bool:
-    """Return whether a process is gone, or its parent has only to take note of its end."""
-    try:
-        with open(f"/proc/{process}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] in (b"Z", b"X")
-    except (OSError, IndexError):
-        return True
+    return f"{os.uname().nodename} {boot_id()}"
 
 
 def _by_name(gathered: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

@@ -39,12 +39,12 @@ class ProcessMark(msgspec.Struct, frozen=True, kw_only=True):
 
     def is_alive(self) -> bool:
         """Return whether exactly this process still runs here; a zombie does not."""
-        return self.is_local and _start_ticks(self.pid) == self.start_ticks
+        return self.is_local and start_ticks(self.pid) == self.start_ticks
 
 
 @cache
 def _mark_of(pid: int) -> ProcessMark:
-    ticks = _start_ticks(pid) or 0
+    ticks = start_ticks(pid) or 0
     ago_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return ProcessMark(
         pid=pid,
@@ -68,7 +68,7 @@ def boot_id() -> str:
         return ""
 
 
-def _start_ticks(pid: int) -> int | None:
+def start_ticks(pid: int) -> int | None:
     """Return the ticks since the boot at which a process started; None if it ended.
 
     Source: proc(5), fields 3 (state) and 22 (start time in ticks since boot) of /proc/PID/stat.
