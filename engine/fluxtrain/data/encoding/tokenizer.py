@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from fluxtrain.data.rendering.chat_template import ChatTemplate
+from fluxtrain.data.rendering.chat_template import ChatTemplate, TemplateTokenizer
 from fluxtrain.errors import BadInput, FluxTrainError, panics_refused
 
 AT_ONCE_CHARACTERS = 1 << 20  # a fast tokenizer takes some 250 bytes for each
@@ -16,26 +16,19 @@ _WHAT = "the tokenizer of the model"
 _CURE = "copy the tokenizer's files of the original model into the folder, or use another model"
 
 
-class Tokenizer(Protocol):
+class Tokenizer(TemplateTokenizer, Protocol):
     """The part of `transformers.PreTrainedTokenizerBase` that is used."""
 
     bos_token_id: int | None
     eos_token_id: int | None
-    chat_template: Any
-    eos_token: Any
 
-    def get_vocab(self) -> dict[str, int]: ...
-    @property
-    def special_tokens_map(self) -> dict[str, Any]: ...
     @property
     def all_special_ids(self) -> list[int]: ...
     @property
     def added_tokens_decoder(self) -> dict[int, Any]: ...
     def __call__(self, text: Any, **options: Any) -> Any: ...
     def __len__(self) -> int: ...
-    def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
     def decode(self, token_ids: Any, **options: Any) -> Any: ...
-    def get_chat_template(self, chat_template: None = None, tools: Any = None) -> str: ...
 
 
 class TokenKinds:
