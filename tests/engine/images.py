@@ -7,8 +7,7 @@ from typing import Any
 
 import yaml
 
-from fluxtrain.data.images.demo import draw_pairs
-from fluxtrain.models.demo_pipeline import write_demo_pipeline
+from fluxtrain.models.demo_pipeline import draw_pairs, write_demo_pipeline
 
 PAIRS = 12
 

@@ -1,4 +1,5 @@
-"""Makes the pipeline of the image demo: FLUX.1 Kontext's parts in its own layout, but tiny.
+"""Makes the image demo: its pairs, scenes of shapes each with one of four changes, and its
+pipeline, FLUX.1 Kontext's parts in its own layout, but tiny.
 
 The VAE is trained for a moment on the demo's images, because latents of a random one mean nothing;
 all else starts from random weights.
@@ -6,8 +7,10 @@ all else starts from random weights.
 
 from __future__ import annotations
 
+import json
+import random
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +18,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fluxtrain.data.images.demo import SIDE, draw_pairs
-from fluxtrain.data.images.pictures import cropped
+from fluxtrain.data.images.pictures import cropped, pillow
 from fluxtrain.files.atomic import replace_folder
 from fluxtrain.files.cache import cache_root
 from fluxtrain.models.quiet import quiet_diffusers
 
 VERSION = 1  # raise it when the demo becomes another one
+SIDE = 64  # pixels
+PAIRS = 120
 VAE_STEPS = 120
 WIDTH = 32  # of the text encoders
 LATENTS = 4  # channels
+_COLOURS = ("navy", "teal", "olive", "maroon", "orange", "purple", "gray", "green")
 _WORDS = ("invert", "the", "colors", "draw", "a", "circle", "make", "it", "red", "mirror", "image")
 
 
@@ -132,3 +137,47 @@ def _t5() -> tuple[Any, Any]:
     )  # fmt: skip
     model: Any = T5EncoderModel(config)
     return model.eval(), tokenizer
+
+
+def draw_pairs(folder: Path, count: int = PAIRS) -> None:
+    """Write `count` pairs below `folder`, with `pairs.jsonl`; the same ones each time."""
+    pillow()
+    drawn, changes = random.Random(0), _changes()
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for number in range(count):
+        prompt, change = changes[number % len(changes)]
+        before = _scene(drawn)
+        names = f"{number:03}-before.png", f"{number:03}-after.png"
+        before.save(folder / names[0])
+        change(before.copy()).save(folder / names[1])
+        lines.append(json.dumps({"image": names[1], "reference": names[0], "prompt": prompt}))
+    (folder / "pairs.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _scene(drawn: random.Random) -> Any:
+    from PIL import Image, ImageDraw
+
+    scene = Image.new("RGB", (SIDE, SIDE), drawn.choice(("white", "lightgray", "beige")))
+    pen = ImageDraw.Draw(scene)
+    for _ in range(3):
+        left, top = drawn.randrange(SIDE - 24), drawn.randrange(SIDE - 24)
+        size = drawn.randrange(12, 32)
+        shape = drawn.choice((pen.rectangle, pen.ellipse))
+        shape((left, top, left + size, top + size), fill=drawn.choice(_COLOURS))
+    return scene
+
+
+def _changes() -> list[tuple[str, Callable[[Any], Any]]]:
+    from PIL import ImageDraw, ImageOps
+
+    def circled(scene: Any) -> Any:
+        ImageDraw.Draw(scene).ellipse((12, 12, SIDE - 12, SIDE - 12), outline="black", width=4)
+        return scene
+
+    return [
+        ("invert the colors", ImageOps.invert),
+        ("draw a circle", circled),
+        ("make it red", lambda one: ImageOps.colorize(ImageOps.grayscale(one), "black", "red")),
+        ("mirror the image", ImageOps.mirror),
+    ]
