@@ -245,8 +245,8 @@ def test_a_model_that_memory_cannot_hold_is_refused_before_it_is_read(
 
     def free(size: int) -> None:
         small = msgspec.structs.replace(read_machine(), memory_available_bytes=size)
-        for place in ("results.opened", "core.wrap.target"):
-            monkeypatch.setattr(f"fluxtrain.{place}.read_machine", lambda **_: small)
+        monkeypatch.setattr("fluxtrain.results.opened.read_machine", lambda: small)
+        monkeypatch.setattr("fluxtrain.core.wrap.target.available_bytes", lambda: size)
 
     free(100_000)
     folder = model_folder("llama")

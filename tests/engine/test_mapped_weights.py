@@ -12,10 +12,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from fluxtrain.core.memory.mapped import copied_bytes
+from fluxtrain.core.memory.mapped import copied_bytes, resident_bytes
 from fluxtrain.models.copies import Copied
 from fluxtrain.models.loading import ModelSource, load_model
-from fluxtrain.train.placing.placing import loaded_bytes
 from tests.engine.conftest import VOCABULARY
 
 ModelFolder = Callable[..., Path]
@@ -27,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 
 def test_weights_in_the_dtype_of_their_file_are_its_pages(model_folder: ModelFolder) -> None:
     model = load_model(ModelSource(path=str(model_folder()))).model
-    assert loaded_bytes(model) > 0
+    assert resident_bytes(model) > 0
     assert copied_bytes(model) == 0
 
 
@@ -36,7 +35,7 @@ def test_converted_weights_are_copies(model_folder: ModelFolder) -> None:
     stored = next(load_model(ModelSource(path=folder)).model.parameters()).dtype
     other = "float32" if stored == torch.bfloat16 else "bfloat16"
     model = load_model(ModelSource(path=folder, dtype=other)).model
-    assert copied_bytes(model) == loaded_bytes(model) > 0
+    assert copied_bytes(model) == resident_bytes(model) > 0
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -52,7 +51,7 @@ def test_what_loading_will_copy_is_told_by_the_headers_of_the_files(
     )
     held = copied_bytes(loaded.model)
     assert told == [Copied(weights_bytes=held)]
-    assert held == (0 if dtype == "float32" else loaded_bytes(loaded.model))
+    assert held == (0 if dtype == "float32" else resident_bytes(loaded.model))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -76,7 +75,7 @@ def test_experts_that_are_stored_one_by_one_are_copies_in_any_dtype(
     if dtype == "bfloat16":
         assert held == experts and copied.sources_bytes == 0
     else:
-        assert held == loaded_bytes(loaded.model) and copied.sources_bytes == experts
+        assert held == resident_bytes(loaded.model) and copied.sources_bytes == experts
 
 
 def test_pickled_weights_count_as_copies_before_they_are_loaded(model_folder: ModelFolder) -> None:
@@ -97,11 +96,11 @@ def test_memory_that_goes_with_the_process_is_a_copy(tmp_path: Path) -> None:
     for line, expected in (
         ("7 /data/model.safetensors", model.bias.nbytes),
         ("7 /data/a name with blanks.safetensors", model.bias.nbytes),
-        ("0 ", loaded_bytes(model)),
-        ("7 /memfd:arena (deleted)", loaded_bytes(model)),
-        ("7 /dev/shm/torch_1_2_3 (deleted)", loaded_bytes(model)),
+        ("0 ", resident_bytes(model)),
+        ("7 /memfd:arena (deleted)", resident_bytes(model)),
+        ("7 /dev/shm/torch_1_2_3 (deleted)", resident_bytes(model)),
         ("7 /dev/shm/model.safetensors", model.bias.nbytes),  # stays there when nobody reads it
     ):
         maps.write_text(f"{around}{line}\n")
         assert copied_bytes(model, maps) == expected, line
-    assert copied_bytes(model, tmp_path / "nothing") == loaded_bytes(model)
+    assert copied_bytes(model, tmp_path / "nothing") == resident_bytes(model)

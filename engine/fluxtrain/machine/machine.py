@@ -23,6 +23,12 @@ _LEVELS: tuple[tuple[str, frozenset[str]], ...] = (
 )
 
 
+def available_bytes() -> int | None:
+    """Return the host memory that this process may take now; None where that is unknown."""
+    no_gpus = Gpus(gpus=(), driver=None, reason="not asked")
+    return read_machine(gpus=no_gpus).memory_available_bytes
+
+
 def read_machine(root: Path = Path("/"), gpus: Gpus | None = None) -> Machine:
     """Read the machine's facts. Tests pass another file tree as `root` and other `gpus`."""
     unknown: dict[str, str] = {}

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from fluxtrain.errors import BadInput
 from fluxtrain.events.answers.generation import Answered, Expected, Ready
-from fluxtrain.machine.gpu import Gpus
-from fluxtrain.machine.machine import read_machine
+from fluxtrain.machine.machine import available_bytes
 from fluxtrain.models.generate.batch import room_for, write
 from fluxtrain.models.generate.prompts import Prompting, UserPrompt
 from fluxtrain.models.generate.sampling import Sampling, stops
@@ -95,7 +94,7 @@ def _free_bytes(device: torch.device, budget_bytes: int | None) -> int | None:
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - held
         left = free if budget_bytes is None else budget_bytes - held
         return max(0, min(free, left))
-    return read_machine(gpus=Gpus(gpus=(), driver=None, reason="not asked")).memory_available_bytes
+    return available_bytes()
 
 
 def _tensors(cache: Any) -> Iterator[Tensor]:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from fluxtrain.config.schema import RunConfig
+from fluxtrain.core.memory.mapped import resident_bytes
 from fluxtrain.core.ranks.join import ALONE, Ranks
 from fluxtrain.events.answers.machine import Machine
 from fluxtrain.events.events import ChoiceMade, Planned, SampleFit
@@ -27,7 +28,6 @@ from fluxtrain.train.placing.placing import (
     as_it_is_now,
     capacity_of,
     decide,
-    loaded_bytes,
     model_facts_for,
     optimizer_in_backward,
     with_disk_rate,
@@ -146,7 +146,7 @@ def plan_run(
         device,
         batch_rows=batch_rows,
         data_rows=max(1, task.rows("trained") // (config.train.accumulation * ranks.world)),
-        loaded_bytes=loaded_bytes(loaded.model) - to_come,
+        loaded_bytes=resident_bytes(loaded.model) - to_come,
         constants=constants,
         runs_in=disk.path,
     )

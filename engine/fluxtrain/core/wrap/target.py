@@ -12,8 +12,7 @@ from torch import nn
 from fluxtrain.core.memory.mapped import cool, copied_bytes
 from fluxtrain.core.ranks.join import ALONE, Ranks, gpu_of_rank
 from fluxtrain.errors import BadInput, DoesNotFit
-from fluxtrain.machine.gpu import Gpus
-from fluxtrain.machine.machine import read_machine
+from fluxtrain.machine.machine import available_bytes
 from fluxtrain.machine.seen_cards import is_full
 from fluxtrain.plan.capacity import CardCapacity, CardsCapacity, DiskHome
 from fluxtrain.plan.choose import place
@@ -149,9 +148,8 @@ def _filled(free_bytes: int | None, device: torch.device) -> str:
 
 def free_capacity(model: nn.Module, device: torch.device) -> Capacity:
     """Return the free memory once the model's weights have left their present places."""
-    no_gpus = Gpus(gpus=(), driver=None, reason="not asked")
     cool(model)
-    available = read_machine(gpus=no_gpus).memory_available_bytes
+    available = available_bytes()
     if available is not None:
         available += copied_bytes(model)  # pages of files count as available
     if device.type != "cuda":

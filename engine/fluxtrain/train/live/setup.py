@@ -13,8 +13,7 @@ import torch
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.events.emitter import Announcer
 from fluxtrain.events.trace.lanes import StepLanes
-from fluxtrain.machine.gpu import Gpus
-from fluxtrain.machine.machine import read_machine
+from fluxtrain.machine.machine import available_bytes
 from fluxtrain.plan.facts import ModelFacts
 from fluxtrain.plan.placement import Placement
 from fluxtrain.plan.rates import Rates
@@ -87,9 +86,8 @@ def promise_of(setup: Setup, run: LiveRun, settings: LiveSettings) -> Promise:
 
 
 def _memory(devices: Sequence[torch.device]) -> MemoryInUse:
-    no_gpus = Gpus(gpus=(), driver=None, reason="not asked")
     on_gpus = all(device.type == "cuda" for device in devices)
     return MemoryInUse(
         device_peak_bytes=tuple(map(torch.cuda.max_memory_allocated, devices)) if on_gpus else None,
-        host_available_bytes=read_machine(gpus=no_gpus).memory_available_bytes,
+        host_available_bytes=available_bytes(),
     )

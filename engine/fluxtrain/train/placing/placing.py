@@ -19,7 +19,6 @@ from torch import nn
 
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.core.device.heap import trim_heap
-from fluxtrain.core.memory.mapped import resident_bytes
 from fluxtrain.core.memory.packed import kept_name
 from fluxtrain.core.optimizer.third_party import check_third_party
 from fluxtrain.core.quantization.packed_cache import (
@@ -35,8 +34,8 @@ from fluxtrain.errors import BadInput, DoesNotFit
 from fluxtrain.events.answers.machine import Machine
 from fluxtrain.events.events import ChoiceMade
 from fluxtrain.machine.disk import read_disk
-from fluxtrain.machine.gpu import Gpus, check_accelerator
-from fluxtrain.machine.machine import read_machine
+from fluxtrain.machine.gpu import check_accelerator
+from fluxtrain.machine.machine import available_bytes
 from fluxtrain.measure.measured_constants import Constants
 from fluxtrain.measure.probe.disk_rate import disk_rates
 from fluxtrain.methods.method import method_of, text_row
@@ -362,7 +361,7 @@ def dial_choice(config: RunConfig, device: str, *, timed: bool) -> tuple[ChoiceM
 def as_it_is_now(machine: Machine, given_back_bytes: int, share: float = 1.0) -> Machine:
     """Return `machine` with the host memory available now, after loading, plus the memory that
     this process is about to free; of the first it may take a `share`."""
-    left = read_machine(gpus=Gpus(gpus=(), driver=None, reason="not asked")).memory_available_bytes
+    left = available_bytes()
     available = None if left is None else max(0, int(left * share) + given_back_bytes)
     return msgspec.structs.replace(machine, memory_available_bytes=available)
 
@@ -403,11 +402,6 @@ def request_of(
         optimizer_in_backward=optimizer_in_backward(config, facts),
         deferred_moments=DEFERS_MOMENTS[config.train.moments],
     )
-
-
-def loaded_bytes(model: nn.Module) -> int:
-    """Return the bytes of weights in host memory now: copies, and pages of files already read."""
-    return resident_bytes(model)
 
 
 DEFERS_MOMENTS: dict[str, bool | None] = {"auto": None, WITH_WEIGHTS: False, DEFERRED: True}
