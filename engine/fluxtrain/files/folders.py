@@ -132,6 +132,14 @@ def is_at(path: Path, descriptor: int) -> bool:
         return False
 
 
+def leads_to(path: Path, descriptor: int) -> bool:
+    """Return whether a path, also through links, leads to an open file or folder."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except OSError:
+        return False
+
+
 @contextlib.contextmanager
 def if_left(path: Path) -> Iterator[bool]:
     """Lock an existing file, and yield whether nobody else holds it, so that the guarded folder is

@@ -26,7 +26,7 @@ from fluxtrain.events.run_folder.process import ProcessMark
 from fluxtrain.events.run_folder.states import RunState, state_of_exit, state_word
 from fluxtrain.events.typed import typed
 from fluxtrain.files.atomic import check_space, read_json, replace_file, storage_error, write_json
-from fluxtrain.files.folders import is_at, try_lock
+from fluxtrain.files.folders import is_at, leads_to, try_lock
 from fluxtrain.files.opening import is_plain_folder, open_plain, open_to_write, whole
 
 RUN_SPACE_BYTES = 1 << 20  # a run that cannot even write its journal need not start
@@ -483,7 +483,7 @@ class Holding:
             BadInput: the folder was deleted, or another process has locked it.
         """
         self._looked_s = time.monotonic()
-        if not _same(self.run_dir.path, self._folder):
+        if not leads_to(self.run_dir.path, self._folder):
             self._follow()
         pid = self.run_dir.pid
         if self._lock.is_at(pid):
@@ -526,7 +526,7 @@ class Holding:
         """Return where the folder is now; None where it is nowhere. Source: proc(5), fd."""
         with contextlib.suppress(OSError):
             place = Path(os.readlink(f"/proc/self/fd/{self._folder}"))
-            if _same(place, self._folder):
+            if leads_to(place, self._folder):
                 return place
         return None
 
@@ -536,11 +536,3 @@ class Holding:
             "nothing more can be saved there; start the run again, or go on with --resume in the "
             "place where its folder is now"
         )
-
-
-def _same(path: Path, descriptor: int) -> bool:
-    """Return whether a path leads to the folder of a descriptor."""
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(descriptor))
-    except OSError:
-        return False

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import logging
-import os
 import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 from fluxtrain.files.atomic import storage_error
+from fluxtrain.files.folders import leads_to
 from fluxtrain.files.opening import open_to_write
 
 _OWN = "fluxtrain.run"  # lines of the run itself; not passed to `tell`
@@ -34,7 +34,7 @@ class RunLog:
             raise storage_error(path, error) from error
         self._handler = logging.StreamHandler(self._file)
         self.path = path
-        self.is_standard_output = _same_file(path, 1)
+        self.is_standard_output = leads_to(path, 1)
         self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         self._handler.handleError = self._lost  # type: ignore[method-assign, assignment]
         self._teller: logging.Handler | None = None
@@ -99,10 +99,3 @@ class _Teller(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self._warn(record.getMessage())
-
-
-def _same_file(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
-    except OSError:
-        return False
