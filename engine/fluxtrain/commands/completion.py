@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
+from os.path import getmtime
 from pathlib import Path
 
 KEYS = Path(__file__).with_name("setting_keys.txt")  # from the schema: docs/write_configuration.py
@@ -29,13 +30,9 @@ def run_names(incomplete: str) -> list[str]:
     with contextlib.suppress(OSError):  # no folder, or one that this user may not read
         root = os.environ.get("FLUXTRAIN_RUNS") or "runs"
         runs = [path for path in Path(root).iterdir() if (path / "run.json").is_file()]
-        found = [path.name for path in sorted(runs, key=_changed_s, reverse=True)]
+        found = [path.name for path in sorted(runs, key=getmtime, reverse=True)]
     names = ["last", *found] if found else []
     return [name for name in names if name.startswith(incomplete)]
-
-
-def _changed_s(path: Path) -> float:
-    return path.stat().st_mtime
 
 
 def setting_keys(incomplete: str) -> list[str]:

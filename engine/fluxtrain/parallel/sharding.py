@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from fluxtrain.config.parallel_settings import CommSettings, FsdpSettings
 from fluxtrain.core.device.cuda_device import open_device
 from fluxtrain.core.wrap.block_discovery import Parts, take_apart
+from fluxtrain.core.wrap.module_patches import move_buffers
 from fluxtrain.errors import BadInput, UnsupportedModel
 from fluxtrain.parallel.compress.exchange import (
     CompressedAllGather,
@@ -75,7 +76,7 @@ def shard(
     hooked = mesh.ndim == 2 and method.bytes_of_torch is None  # sums between replicas are ours
     _shard_units(units, mesh[SHARDS] if hooked else mesh, settings, compute, method)
     if settings.cpu_offload:  # else FSDP2 moves them
-        _move_buffers(model, device)
+        move_buffers(model, device)
     _prefetch(units, settings)
     opened = open_device(device)
     group = mesh.get_group(SHARDS)
@@ -229,12 +230,6 @@ def _shard_units(
 
 def _sharded(units: dict[str, nn.Module]) -> list[Any]:
     return [unit for unit in units.values() if isinstance(unit, FSDPModule)]
-
-
-def _move_buffers(model: nn.Module, device: torch.device) -> None:
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = buffer.to(device)
 
 
 def compress(engine: ShardedEngine, method: Method, seed: int = 0) -> None:

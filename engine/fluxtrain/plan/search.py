@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, product
+from operator import itemgetter
 from typing import Any, Literal
 
 from fluxtrain.plan.capacity import DiskHome
@@ -422,7 +423,7 @@ class TimedSearch:
 
     def stops(self) -> tuple[DialStop, ...]:
         """Return fast, balanced and fit; none where nothing fits."""
-        found = {name: self.at(share) for name, share in sorted(STOPS.items(), key=_share_of)}
+        found = {name: self.at(share) for name, share in sorted(STOPS.items(), key=itemgetter(1))}
         return tuple(
             DialStop(name=name, share=share, chosen=chosen)
             for name, share in STOPS.items()
@@ -731,10 +732,6 @@ class TimedSearch:
         for name in reversed(self._counts(layout)):
             layout = self._with(layout, name, len(self.search.facts.groups), limit) or layout
         return layout
-
-
-def _share_of(stop: tuple[str, float]) -> float:
-    return stop[1]
 
 
 def _changed(layout: Layout, values: dict[Any, Any]) -> Layout:

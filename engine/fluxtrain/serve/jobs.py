@@ -21,7 +21,7 @@ from fluxtrain.events.journal import read_end
 from fluxtrain.events.run_folder.run_dir import RunDir, RunSummary, runs_root
 from fluxtrain.serve.refusal import Body, Refusal, not_found
 from fluxtrain.serve.settings import ServedModel, ServeSettings
-from fluxtrain.serve.store import Store, jobs, new_id
+from fluxtrain.serve.store import Store, jobs
 from fluxtrain.serve.uploads import content_of, find_file
 
 REPEAT_S = 600.0  # a repeated request within this time is the same one
@@ -282,11 +282,6 @@ def repeated(store: Store, project: str, sent: Sending) -> Any:
         return None
     recent = (jobs.c.digest == digest, jobs.c.created_s > store.now_s() - REPEAT_S)
     return store.one(sa.select(jobs).where(*recent).order_by(jobs.c.number.desc()))
-
-
-def new_job_id() -> str:
-    """Return the id of a job, which is the name of its run's folder too."""
-    return new_id("ftjob")
 
 
 def add_job(

@@ -44,7 +44,7 @@ from fluxtrain.serve.registry import (
     version_object,
 )
 from fluxtrain.serve.settings import ServeSettings
-from fluxtrain.serve.store import Store, versions
+from fluxtrain.serve.store import Store, new_id, versions
 from fluxtrain.serve.uploads import content_of, find_file
 from fluxtrain.serve.vllm import VllmWorker
 from fluxtrain.serve.worker import ModelWorker, Said, WorkerModel
@@ -131,7 +131,7 @@ class Service:
             config, blobs = await run_in_threadpool(
                 job_rows.config_of, self.store, self.settings, project, asked
             )
-            job_id = job_rows.new_job_id()
+            job_id = new_id("ftjob")  # the name of its run's folder too
             plan = await self._planned(job_id, config)
             config = job_rows.with_rate(config, asked, plan)
             values = {"id": job_id, "project": project, "config": config}

@@ -84,7 +84,7 @@ class Encoder:
         first = rows[0]
         if not first.messages:
             return self._texts.encode(rows, self.notes)
-        if first.plain and not self._has_template():
+        if first.plain and not self._tokenizer.chat_template:
             kinds = TokenKinds(self._tokenizer)
             return PlainEncoder(kinds, self._texts).encode(rows, self.notes)
         if self._conversations is None:
@@ -92,9 +92,6 @@ class Encoder:
             kinds = TokenKinds(self._tokenizer, template)
             self._conversations = ConversationEncoder(self._tokenizer, kinds, template)
         return self._conversations.encode(rows, self.notes)
-
-    def _has_template(self) -> bool:
-        return bool(self._tokenizer.chat_template)
 
     def _refuse_too_many(self) -> None:
         notes = self.notes
