@@ -26,7 +26,7 @@ from fluxtrain.train.checkpoint.recovery import locate, truly_told
 from fluxtrain.train.ranks import train_as_rank
 from fluxtrain.train.run import train
 from tests.engine.runs import losses, told, weights
-from tests.on_cards import ROWS, batch, llama, saved_with_demo_tokenizer
+from tests.on_cards import ROWS, batch, llama, saved_with_demo_tokenizer, wrapped
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,19 +37,19 @@ STEPS = 4
 
 def trained(parallel: bool, rows: slice) -> dict[str, torch.Tensor]:
     """The weights after clipped steps on these rows of each batch."""
-    wrapped = fluxtrain.wrap(llama(4), device="cuda", offload="weights", cards=1)
-    model: nn.Module = wrapped
+    streamed = fluxtrain.wrap(llama(4), device="cuda", offload="weights", cards=1)
+    model: nn.Module = streamed
     if parallel:  # as accelerate calls it
         device = torch.cuda.current_device()
-        model = DistributedDataParallel(wrapped, device_ids=[device], output_device=device)
-    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
+        model = DistributedDataParallel(streamed, device_ids=[device], output_device=device)
+    optimizer = torch.optim.AdamW(streamed.parameters(), lr=1e-3)
     for step in range(STEPS):
         every: dict[str, Any] = batch(step)
         model(**{name: values[rows] for name, values in every.items()}).loss.backward()
-        nn.utils.clip_grad_norm_(wrapped.parameters(), 0.5)
+        nn.utils.clip_grad_norm_(streamed.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
-    return {name: p.detach().cpu().clone() for name, p in wrapped.named_parameters()}
+    return {name: p.detach().cpu().clone() for name, p in streamed.named_parameters()}
 
 
 def locked(params: Params) -> bool:
@@ -58,7 +58,8 @@ def locked(params: Params) -> bool:
     with pytest.MonkeyPatch.context() as patch:
         how = partial(Exchange, params=params)
         patch.setattr(wrap, "_exchange", lambda ranks, devices: how(ranks, devices[0]))
-        model = fluxtrain.wrap(llama(4, width=256), device="cuda", offload="weights", cards=1)
+        model = llama(4, width=256)
+        wrapped(model, 1, "cuda")
     model(**batch()).loss.backward()
     group = next(one for one in engine_of(model).groups if one.kind == "block")
     segment, shares = group.trained[0], group.shares

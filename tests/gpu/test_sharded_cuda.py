@@ -20,6 +20,7 @@ from fluxtrain.parallel.compress.exchange import Exchange
 from fluxtrain.parallel.compress.registry import COMPRESSORS, HYBRID, method_named
 from fluxtrain.parallel.engine import ShardedAdamW
 from fluxtrain.parallel.sharding import shard
+from fluxtrain.units import MIB
 
 pytestmark = [
     pytest.mark.gpu,
@@ -96,5 +97,5 @@ def test_a_dry_run_of_ranks_is_predicted_and_measured(ranks: int) -> None:
     found = json.loads(done.stdout)
     assert found["losses"][0] > found["losses"][-1]
     assert found["step_s"]["predicted"] and found["step_s"]["measured"], found
-    peak = found["device_bytes"]
-    assert 0.4 * peak["measured"] < peak["predicted"] < 2.5 * peak["measured"], found
+    peak = found["device_bytes"]  # beside cuBLAS's workspaces, in whole segments
+    assert peak["measured"] - 128 * MIB < peak["predicted"] < 2.5 * peak["measured"], found
