@@ -51,11 +51,11 @@ def step_rows(step: int) -> Tensor:
 
 def sharded(model: Any, **settings: Any) -> tuple[ShardedEngine, ShardedAdamW]:
     comm = CommSettings(**settings.pop("comm", {}))
-    frozen = settings.pop("frozen", "plain")
+    frozen, fused = settings.pop("frozen", "plain"), settings.pop("fused", None)
     chosen = FsdpSettings(**settings)
     engine = shard(model, torch.device("cpu"), chosen, comm, None, frozen=frozen)  # type: ignore[arg-type]
     groups = parameter_groups(model, learning_rate=1e-2, weight_decay=0.1, no_decay=("norms",))
-    return engine, ShardedAdamW(engine, groups, lr=1e-2)
+    return engine, ShardedAdamW(engine, groups, lr=1e-2, fused=fused)
 
 
 def steps(engine: Any, optimizer: Any, first: int, last: int, ranks: int, rank: int) -> list[float]:
@@ -69,6 +69,7 @@ def steps(engine: Any, optimizer: Any, first: int, last: int, ranks: int, rank: 
         ) / (ROWS * (LENGTH - 1))
         loss.backward()
         norm = engine.clip_grad_norm(1.0, [loss])
+        norm.skips = True
         optimizer.step()
         engine.forget_gradients()
         losses.append(sum(norm.losses()))
@@ -139,11 +140,11 @@ def effects(settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def refused_step() -> tuple[bool, bool]:
+def refused_step(fused: bool) -> tuple[bool, bool]:
     """Make a step whose gradient is not finite on one rank: return whether the weights stayed, and
     whether the next step moves them."""
     model: Any = llama()
-    engine, optimizer = sharded(model)
+    engine, optimizer = sharded(model, fused=fused)
     before = dict(engine.state_shards())
 
     def stayed() -> bool:

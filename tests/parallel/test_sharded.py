@@ -137,8 +137,19 @@ def test_what_cannot_be_sharded_is_refused_with_the_cure() -> None:
         refuse_unshardable(model)
 
 
-def test_a_step_that_is_not_finite_changes_no_weight(ranks: Ranks) -> None:
-    assert ranks.run(work.refused_step) == [(True, True)] * 2
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_is_not_finite_changes_no_weight(ranks: Ranks, fused: bool) -> None:
+    assert ranks.run(work.refused_step, fused) == [(True, True)] * 2
+
+
+def test_a_fused_step_trains_as_the_others_do_without_a_wait_for_its_norm(ranks: Ranks) -> None:
+    (losses, plain), _ = ranks.run(work.train, "full", STEPS, {})
+    (fused_losses, fused), _ = ranks.run(work.train, "full", STEPS, {"fused": True})
+    assert fused_losses == pytest.approx(losses, abs=1e-5)
+    assert _far(fused, plain) < 1e-5
+    on, _ = ranks.run(work.train, "full", STEPS, {"fused": True}, "float32", STEPS, fused)
+    plainly, _ = ranks.run(work.train, "full", STEPS, {}, "float32", STEPS, plain)
+    assert on[0] == pytest.approx(plainly[0], abs=1e-5)
 
 
 @pytest.mark.slow

@@ -117,14 +117,23 @@ class ShardedEngine:
         raise MisusedModel("a sharded model has no step in backward")
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Scale the gradients by the measured norm and update; a refused step changes nothing."""
+        """Scale the gradients by the measured norm and update; a refused step changes nothing.
+
+        torch's fused AdamW leaves a refused step out itself, as for gradient scaling: the host
+        queues it without waiting for the norm.
+        """
         norm, self.norm = self.norm, None
-        scale = 1.0 if norm is None else norm.scale()
-        if math.isnan(scale):
-            if norm is not None and not norm.skips:
-                raise Diverged("the loss or the gradient norm is not finite")
-            return
-        if scale != 1.0:
+        scale: Tensor | float = 1.0
+        if norm is not None and norm.skips and optimizer.defaults["fused"]:
+            scale = 1.0 if norm.max_norm is None else norm.device_scale()
+            optimizer.found_inf = (~norm.all_finite()).float()  # type: ignore[attr-defined]
+        elif norm is not None:
+            scale = norm.scale()
+            if math.isnan(scale):
+                if not norm.skips:
+                    raise Diverged("the loss or the gradient norm is not finite")
+                return
+        if isinstance(scale, Tensor) or scale != 1.0:
             grads = [_local(p.grad) for p in self._trained() if p.grad is not None]
             torch._foreach_mul_(grads, scale)
         optimizer.step()
@@ -276,7 +285,9 @@ class ShardedEngine:
         if f"{name}.m" not in tensors or self.optimizer is None:
             return  # from before the first step, or nothing is trained afterwards
         state = self.optimizer.state[parameter]
-        state["step"] = tensors[f"{name}.step"].float().reshape(())
+        fused = self.optimizer.defaults["fused"]  # which counts on the device
+        where = _local(parameter).device if fused else torch.device("cpu")
+        state["step"] = tensors[f"{name}.step"].float().reshape(()).to(where)
         for ours, theirs in (("m", "exp_avg"), ("v", "exp_avg_sq")):
             state[theirs] = torch.zeros_like(parameter)
             _put(state[theirs], _of(tensors, f"{name}.{ours}", part.name, parameter))
