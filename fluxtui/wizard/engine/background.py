@@ -18,7 +18,7 @@ from fluxtrain.events.answers.answers import DryRunAnswer, InspectionAnswer, Pai
 from fluxtrain.events.answers.machine import ProbeAnswer
 from fluxtrain.events.answers.plan import PlanAnswer, PlanOption
 from fluxtui.answers.answers import Answers, with_method
-from fluxtui.answers.configuring import chosen_settings, yaml_text
+from fluxtui.answers.configuring import chosen_settings, configuration, yaml_text
 from fluxtui.answers.launching import engine_arguments
 from fluxtui.answers.rows import METHODS
 from fluxtui.wizard.engine.asked import Asked, Question
@@ -195,4 +195,7 @@ def _about_data(answers: Answers) -> Answers:
 
 
 def _key(answers: Answers) -> object:
-    return (yaml_text(answers), answers.is_demo, answers.overrides, str(chosen_settings(answers)))
+    """Return what two answers share where the engine is asked the same; compared at each drawing,
+    for which YAML would take too long."""
+    settings = configuration(answers), chosen_settings(answers)
+    return (repr(settings), answers.is_demo, answers.overrides)
