@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import resource
-import signal
-import subprocess
-import sys
-import textwrap
 import time
+from collections.abc import Iterator
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from torch import Tensor
 from fluxtrain.core.quantization import packed_cache
 from fluxtrain.core.quantization.packed_cache import PackedCache, cache_key
 from fluxtrain.errors import NoSpace
+from tests.engine import forked
 
 SIZES = {"blocks.0": 70_001, "blocks.1": 3, "blocks.2": 4096, "head": 200_000}
 KEY = "0123456789abcdef"
@@ -100,41 +102,30 @@ def test_what_was_written_before_an_error_is_read_by_the_next_start(tmp_path: Pa
     assert start(tmp_path) == []
 
 
-CHILD = textwrap.dedent("""
-    import sys
-    from pathlib import Path
-    from fluxtrain.core.quantization import packed_cache
-    from tests.engine.test_packed_cache import start
+def child(folder: Path, begin: Connection) -> None:
+    """Say that this process is ready, wait for a word, and start once."""
     packed_cache.PIECE_BYTES = 10_000
-    print("ready", flush=True)
-    sys.stdin.readline()
-    start(Path(sys.argv[1]))
-""")
+    begin.send("ready")
+    begin.recv()
+    start(folder)
 
 
-def child(folder: Path) -> subprocess.Popen[bytes]:
-    """A process that waits for a line and then starts once."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", CHILD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-    return process
-
-
-def go(process: subprocess.Popen[bytes]) -> None:
-    assert process.stdin is not None
-    process.stdin.write(b"go\n")
-    process.stdin.flush()
+@contextlib.contextmanager
+def ready(folder: Path) -> Iterator[tuple[ForkServerProcess, Connection]]:
+    """A process that starts once it is told to, and who tells it."""
+    ours, theirs = Pipe()
+    with forked.running(child, folder, theirs) as process:
+        assert ours.recv() == "ready"
+        yield process, ours
 
 
 def test_killed_at_any_moment_what_is_there_is_whole(tmp_path: Path) -> None:
     chance = random.Random(3)
     for _ in range(3):
-        process = child(tmp_path)
-        go(process)
-        time.sleep(chance.random() * 0.03)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        with ready(tmp_path) as (process, begin):
+            begin.send("go")
+            time.sleep(chance.random() * 0.03)
+            process.kill()
     said: list[str] = []
     start(tmp_path, said)
     assert start(tmp_path, said) == said == []
@@ -142,12 +133,13 @@ def test_killed_at_any_moment_what_is_there_is_whole(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_starts_at_once_have_the_same_bytes(tmp_path: Path) -> None:
-    processes = [child(tmp_path) for _ in range(3)]
-    for process in processes:
-        go(process)
-    for process in processes:
-        process.communicate(timeout=60)
-        assert process.returncode == 0
+    with contextlib.ExitStack() as opened:
+        every = [opened.enter_context(ready(tmp_path)) for _ in range(3)]
+        for _, begin in every:
+            begin.send("go")
+        for process, _ in every:
+            process.join(60)
+            assert process.exitcode == 0
     assert start(tmp_path) == []
 
 
