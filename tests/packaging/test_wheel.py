@@ -16,14 +16,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+BUILD = ROOT / "build" / "tested-wheel"
 
 
 @pytest.fixture(scope="module")
 def wheel() -> Path:
-    """Built once for all workers, in the cache that they share until they end."""
+    """Built once for all workers, in the cache that they share until they end; of the library only
+    what has changed since it was built for an earlier run of these tests."""
     folder = Path(os.environ["XDG_CACHE_HOME"]) / "wheel"
     folder.mkdir(exist_ok=True)
-    with (folder / "lock").open("w") as lock:
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with (BUILD / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not any(folder.glob("fluxtrain-*.whl")):
             build(folder)
@@ -33,7 +36,7 @@ def wheel() -> Path:
 
 def build(folder: Path) -> None:
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
-    command += ["-C", f"build-dir={folder / 'build'}", "-w", str(folder), str(ROOT)]
+    command += ["-C", f"build-dir={BUILD}", "-w", str(folder), str(ROOT)]
     subprocess.run(command, check=True)
 
 
