@@ -29,7 +29,7 @@ from fluxtrain.train.checkpoint.checkpoint import (
     read_checkpoint,
     step_folder,
 )
-from fluxtrain.train.checkpoint.newest import newest_resumable, trainer_content
+from fluxtrain.train.checkpoint.newest import newest_resumable
 
 if TYPE_CHECKING:  # peft is imported where there are adapters
     from fluxtrain.results.adapter.chosen_base import UseRequest
@@ -76,7 +76,7 @@ class RunCheckpoint:
         settings = run.model.model_copy(update={"path": source.path})
         method_of(run).prepare(loaded.model, run.model_copy(update={"model": settings}))
         self._put_in(loaded.model, weights, source.path)
-        content = trainer_content(self.files)
+        content = self.files.trainer_state()
         for name, value in content.get("generation", {}).items():
             setattr(loaded.model.generation_config, name, value)
         return replace(loaded, base_key=content["fingerprint"].get("model.weights", ""))

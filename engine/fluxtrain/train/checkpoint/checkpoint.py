@@ -61,8 +61,11 @@ class Checkpoint:
     named: bool = False  # by the user: no other one takes its place
 
     def trainer_state(self) -> dict[str, Any]:
-        """Return the state that the trainer saves with the engine's shards."""
-        state: dict[str, Any] = json.loads(read_plain(self.path / TRAINER))
+        """Read the state that the trainer saves with the engine's shards. Raises Damaged."""
+        try:
+            state: dict[str, Any] = json.loads(read_plain(self.path / TRAINER))
+        except (OSError, ValueError) as error:
+            raise Damaged(f"{self.path.name}: {TRAINER} cannot be read ({error})") from None
         return state
 
     def load_shards(self) -> Iterator[tuple[str, dict[str, Tensor]]]:

@@ -15,7 +15,6 @@ from fluxtrain.errors import BadInput, brief
 from fluxtrain.files.cache import Damaged
 from fluxtrain.models.model_files import is_pipeline
 from fluxtrain.train.checkpoint.checkpoint import (
-    TRAINER,
     Checkpoint,
     list_checkpoints,
     read_checkpoint,
@@ -46,7 +45,7 @@ def newest_resumable(
             found = read_checkpoint(path)
             if path.name != step_folder(root, found.step).name:  # such as a copy
                 raise Damaged(f"{path.name} holds step {found.step}")
-            trainer_content(found)
+            found.trainer_state()
             return found
         except Damaged as damage:
             warn(f"skipped a damaged checkpoint: {damage}")
@@ -100,17 +99,9 @@ def refuse_beyond_end(checkpoint: Checkpoint, total_steps: int) -> None:
         )
 
 
-def trainer_content(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Read what `CheckpointWriter.write` wrote. Raises Damaged where it cannot be read any more."""
-    try:
-        return checkpoint.trainer_state()
-    except (OSError, ValueError) as error:
-        raise Damaged(f"{checkpoint.path.name}: {TRAINER} cannot be read ({error})") from None
-
-
 def batch_rows_of(checkpoint: Checkpoint) -> int:
     """Return the rows of a micro-batch."""
-    rows: int = trainer_content(checkpoint)["fingerprint"]["batch_rows"]
+    rows: int = checkpoint.trainer_state()["fingerprint"]["batch_rows"]
     return rows
 
 

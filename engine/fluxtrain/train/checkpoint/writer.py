@@ -42,7 +42,6 @@ from fluxtrain.train.checkpoint.newest import (
     damage_in_words_of,
     older_resumable,
     refuse_beyond_end,
-    trainer_content,
     with_cure,
 )
 from fluxtrain.train.checkpoint.randomness import (
@@ -377,7 +376,7 @@ class CheckpointWriter:
             BadInput: it belongs to another model, data or configuration; says what differs.
             Damaged: a file of it cannot be read any more.
         """
-        content = trainer_content(checkpoint)
+        content = checkpoint.trainer_state()
         changed = changed_settings(checkpoint.path, content["fingerprint"], self._fingerprint)
         refuse_beyond_end(checkpoint, self._cadence.total_steps)
         state = RunState.from_json(content["run"])
