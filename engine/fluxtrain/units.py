@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -17,31 +18,29 @@ def bytes_text(count: float | None) -> str:
     unknown."""
     if count is None or not math.isfinite(count):
         return UNKNOWN
-    sign, size = ("-" if count < 0 else ""), abs(float(count))
-    for unit, scale in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
-        if size >= scale * 0.9995:
-            return f"{sign}{_three_digits(size / scale)} {unit}"
-    return f"{sign}{size:.0f} B"
+    return _in_units(count, (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)), " B")
 
 
 def rate_text(bytes_per_s: float | None) -> str:
     """Write a decimal transfer rate, as drives and buses are rated: 21.4 GB/s, 350 MB/s."""
     if bytes_per_s is None or not math.isfinite(bytes_per_s):
         return UNKNOWN
-    for unit, scale in (("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)):
-        if bytes_per_s >= scale * 0.9995:
-            return f"{_three_digits(bytes_per_s / scale)} {unit}"
-    return f"{bytes_per_s:.0f} B/s"
+    return _in_units(bytes_per_s, (("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)), " B/s")
 
 
 def count_text(count: float | None) -> str:
     """Write a count of parameters or tokens: 812, 4.21 M, 1.54 B."""
     if count is None or not math.isfinite(count):
         return UNKNOWN
-    for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(count) >= scale * 0.9995:
-            return f"{_three_digits(count / scale)} {unit}"
-    return f"{count:.0f}"
+    return _in_units(count, (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)))
+
+
+def _in_units(value: float, units: Iterable[tuple[str, float]], one: str = "") -> str:
+    """Write a number in the first unit that it fills, or as it is with the unit `one`."""
+    for unit, scale in units:
+        if abs(value) >= scale * 0.9995:
+            return f"{_three_digits(value / scale)} {unit}"
+    return f"{value:.0f}{one}"
 
 
 def loss_text(loss: float | None) -> str:
