@@ -31,13 +31,10 @@ def refuse_boolean(value: Any) -> Any:
 
 def refuse_uncountable(value: Any) -> Any:
     """Raise ValueError for a number too large for the journal."""
-    if isinstance(value, int | float) and value > (limit := _limit_of(value)):
+    limit = LARGEST_FLOAT if isinstance(value, float) else LARGEST_INT
+    if isinstance(value, int | float) and value > limit:
         raise ValueError(f"must be at most {limit:g}")
     return value
-
-
-def _limit_of(value: Any) -> float:
-    return LARGEST_FLOAT if isinstance(value, float) else LARGEST_INT
 
 
 _NUMBER = (BeforeValidator(refuse_boolean), AfterValidator(refuse_uncountable))

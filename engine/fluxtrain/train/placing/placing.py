@@ -174,7 +174,7 @@ def decide(  # noqa: PLR0913 - each is a fact of its own
     first = None if found is None or isinstance(found, str) else found
     asked = request if budget_bytes is None else replace(request, budget_gib=budget_bytes / GIB)
     cards = None
-    if deals_blocks(config, facts):
+    if not _not_dealt(config, facts):
         cards = elsewhere
         if capacity is None:
             cards = cards_of(config, machine, device, budget_bytes)
@@ -308,13 +308,8 @@ def with_disk_rate(
     return replace(constants, per_s={**constants.per_s, "disk_read": read})
 
 
-def deals_blocks(config: RunConfig, facts: ModelFacts) -> bool:
-    """Return whether blocks may be dealt to several cards: not where the optimizer's package
-    updates on one, or where blocks share weights."""
-    return not _not_dealt(config, facts)
-
-
 def _not_dealt(config: RunConfig, facts: ModelFacts) -> str:
+    """Return why blocks are not dealt to several cards; empty: they may be."""
     if config.train.optimizer != "adamw":
         return f"train.optimizer = {config.train.optimizer} updates on one card"
     shared = any(group.kind == "block" and group.users > 1 for group in facts.groups)
