@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -87,6 +88,23 @@ def test_what_is_encoded_on_the_gpu_is_what_the_processor_encodes(group: Any, na
     total = exchange.scatter_sum(rows[:1].cuda(), "rows")
     assert total.is_cuda and torch.isfinite(total).all()
     assert exchange.seconds().encode_s > 0
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+@pytest.mark.parametrize(("block", "count"), [(128, 1000), (8, 4097), (1024, 12_800)])
+def test_kernels_encode_the_bits_of_the_plain_operations(name: str, block: int, count: int) -> None:
+    compressor: Any = replace(method_named(name).compressor, block=block)
+    rows = torch.randn(3, count) * 0.01
+    rows[0, :block] = 0
+    draws = torch.Generator()
+    codes, scales = compressor.encode(rows, draws)
+    found = compressor.encode(rows.cuda(), draws)
+    assert torch.equal(found[0].cpu(), codes) and torch.equal(found[1].cpu(), scales)
+    plain = compressor.decode((codes, scales), count)
+    assert torch.equal(compressor.decode(found, count).cpu(), plain)
+    rows[1, 5], rows[2, -1] = torch.nan, torch.inf
+    broken = compressor.decode(compressor.encode(rows.cuda(), draws), count)
+    assert broken[:2].isfinite().all(1).tolist() == [True, False] and not broken[2].isfinite().all()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

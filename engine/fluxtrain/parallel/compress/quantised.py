@@ -11,6 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fluxtrain.errors import BadInput
+from fluxtrain.parallel.compress import triton_codes
 from fluxtrain.parallel.compress.compressor import (
     Bias,
     Columns,
@@ -72,6 +73,11 @@ class _Scaled(Compressor):
 
     block: Block = 128
     num_bits: ClassVar[int] = 8
+    _floats: ClassVar[bool | None] = None  # codes are 8-bit floats or whole numbers; None: drawn
+
+    def _has_kernel(self, given: Tensor) -> bool:
+        rounds = self._floats is not None and self.num_bits == 8
+        return rounds and triton_codes.takes(given, self.block)
 
     def _top(self) -> float:
         """Return the largest value in units of the scale."""
@@ -87,6 +93,8 @@ class _Scaled(Compressor):
 
     def encode(self, rows: Tensor, draws: torch.Generator, agreed: float = 0.0) -> Columns:
         """Send all codes, then all scales."""
+        if self._has_kernel(rows):
+            return triton_codes.encode(rows, self.block, self._top(), floats=self._floats)
         blocks = in_blocks(rows, self.block)
         scales = blocks.abs().amax(-1, keepdim=True) / self._top()
         scaled = blocks / torch.where(scales > 0, scales, 1.0)
@@ -95,6 +103,9 @@ class _Scaled(Compressor):
 
     def decode(self, sent: Columns, count: int, agreed: float = 0.0) -> Tensor:
         """Multiply each code's value by the scale of its block."""
+        if self._has_kernel(sent[0]):
+            codes, scales = sent
+            return triton_codes.decode(codes, scales, self.block, self._top(), floats=self._floats)
         codes = unpack(sent[0], self.num_bits, count)
         return (in_blocks(self._values(codes), self.block) * sent[1]).flatten(1)[:, :count]
 
@@ -116,6 +127,7 @@ class Int8(_Levels):
     name: ClassVar[str] = "int8"
     source: ClassVar[str] = "block-wise scales: arXiv 2110.02861; exchange: arXiv 2306.10209"
     num_bits: Literal[8, 4] = 8  # type: ignore[misc]
+    _floats: ClassVar[bool] = False
 
     def _codes(self, scaled: Tensor, draws: torch.Generator) -> Tensor:
         return (scaled.round() + self._top()).to(torch.uint8)
@@ -127,6 +139,7 @@ class Fp8(_Scaled):
 
     name: ClassVar[str] = "fp8"
     source: ClassVar[str] = "E4M3 of arXiv 2209.05433"
+    _floats: ClassVar[bool] = True
 
     def _top(self) -> float:
         return torch.finfo(torch.float8_e4m3fn).max
