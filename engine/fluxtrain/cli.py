@@ -246,7 +246,7 @@ def dry_run(
     overrides = overrides_of(sets, None, device)
     chosen = _named_config("try", config, demo, overrides)
     chosen, overrides = processes.with_planned_mode(chosen, config, demo, overrides, None)
-    if chosen.ranks_planned > 1 and not processes.launched():
+    if chosen.parallel.processes > 1 and not processes.launched():
         words = processes.named(config, demo=demo, overrides=overrides)
         processes.try_in_processes(chosen, words, json=json)
     with Importing():

@@ -20,6 +20,8 @@ import pytest
 import torch
 from torch import distributed
 
+from fluxtrain.commands.dry_run import dry_run
+from fluxtrain.config.schema import load_config
 from fluxtrain.core.gradients.gradients import FlatSum
 from fluxtrain.core.ranks.exchange import Exchange
 from fluxtrain.core.ranks.join import Ranks
@@ -125,6 +127,16 @@ def stopped_as_it_loads(config: Path, run_dir: Path) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fluxtrain.train.run.refuse_missing_trackers", told_to_stop)
         return ranks.train(config, run_dir, []).split(":")[0]
+
+
+def tried(config: Path) -> str:
+    """The steps of a dry run, of which rank 0 tells."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORLD_SIZE", "2")
+        patch.setenv("RANK", str(rank := distributed.get_rank()))
+        found = dry_run(load_config(config, SHARED))
+    assert (found is None) is (rank == 1)
+    return "3 steps" if found is None else f"{found.steps} steps"
 
 
 def each_with_all(config: Path, run_dir: Path) -> str:

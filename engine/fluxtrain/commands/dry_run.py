@@ -18,7 +18,6 @@ from fluxtrain.commands.processes import is_follower, launched
 from fluxtrain.config.cadence import Cadence
 from fluxtrain.config.choices import choose_schedule
 from fluxtrain.config.schema import RunConfig, validate
-from fluxtrain.core.guards.wrap_checks import refuse_several_processes
 from fluxtrain.errors import EXIT_INTERRUPTED, Interrupted
 from fluxtrain.events.answers.answers import DryRunAnswer, PeakBytes, RunSeconds, StepSeconds
 from fluxtrain.events.events import AnyEvent, PhaseChanged, Planned, StepFinished
@@ -31,7 +30,7 @@ from fluxtrain.methods.method import usual_rate
 from fluxtrain.plan.guard import UNKNOWN_DISK, DiskCapacity
 from fluxtrain.train.checkpoint.recovery import Target
 from fluxtrain.train.checkpoint.writer import CheckpointWriter
-from fluxtrain.train.ranks import FollowingRun, train_as_rank
+from fluxtrain.train.ranks import ComputingRun, FollowingRun, train_as_rank
 from fluxtrain.train.run import Run, train
 from fluxtrain.train.sharded_run import ShardedRun
 from fluxtrain.units import duration_text
@@ -102,16 +101,18 @@ class FollowingDryRun(FollowingRun, ShardedDryRun):
     """The dry run of another rank."""
 
 
+class ComputingDryRun(ComputingRun, DryRun):
+    """The dry run of another rank, which shares memory with rank 0."""
+
+
 def dry_run(config: RunConfig) -> DryRunAnswer | None:
     """Train `STEPS` steps as `config` says and compare; progress goes to standard error.
 
-    Return None in a rank of a sharded model that keeps no records.
+    Return None in a rank that keeps no records.
 
     Raises:
         FluxTrainError: as the run itself would in its first steps.
     """
-    if not config.is_sharded:
-        refuse_several_processes()
     host_limit_bytes = read_machine().memory_available_bytes
     started_s = time.monotonic()
     with temporary_folder("dry-run", "the records of a dry run") as folder:
@@ -140,13 +141,13 @@ def dry_run(config: RunConfig) -> DryRunAnswer | None:
 
 
 def _train(config: RunConfig, target: Target) -> None:
-    if not config.is_sharded:
-        train(config, target, kind=DryRun)
-    elif launched():
+    kinds: tuple[type[DryRun], type[DryRun]] = (DryRun, ComputingDryRun)
+    if config.is_sharded:
         kinds = (ShardedDryRun, FollowingDryRun)
+    if launched():
         train_as_rank(config, lambda: target, contextlib.nullcontext, kinds=kinds)
     else:
-        train(config, target, kind=ShardedDryRun)
+        train(config, target, kind=kinds[0])
 
 
 def compared(

@@ -66,6 +66,10 @@ from fluxtrain.units import bytes_text, count_text
 
 ASSUMED = "the rates in the file and constants of this class of machines"
 _NO_CARDS = "there is no GPU: these cards are parts of the CPU, to try several cards without any"
+_ONE_PROCESS = (
+    "this is the plan of one process: `fluxtrain dry-run` starts all of parallel.processes, and "
+    "shows theirs"
+)
 _IN_THE_HEAP = " (above without what a run on a CPU has in its heap)"
 DEMO_TOKENS = 510_000  # about the docstrings of the standard library
 
@@ -154,6 +158,7 @@ def preview(
         notes=(
             *schedule.told,
             *told,
+            *([_ONE_PROCESS] if config.parallel.processes > ranks else ()),
             *([_NO_CARDS] if placement.told_cards and not where.has_gpu else ()),
             *(
                 f"{'the rank' if ranks == 1 else f'each of {ranks} ranks'} takes {c.value} of "

@@ -123,13 +123,16 @@ def named(config: Path | None, *, demo: bool, overrides: Sequence[str]) -> list[
 
 
 def try_in_processes(config: RunConfig, words: Sequence[str], *, json: bool) -> NoReturn:
-    """Make the dry run of a sharded model in its processes; end this one as it ended.
+    """Make a dry run in its processes; end this one as it ended.
 
     Raises what `fluxtrain plan` refuses, before they start.
     """
     asyncio.run(ask_engine(PlanAnswer, *words))
     words = ["dry-run", *words, *["--json"] * json]
-    raise typer.Exit(launch(words, config.parallel.processes, lambda: None))
+    status = launch(words, config.parallel.processes, lambda: None)
+    if status in (EXIT_INTERRUPTED, EXIT_TERMINATED):
+        raise Interrupted("all processes of the dry run were ended at once", status)
+    raise typer.Exit(status)
 
 
 def train_in_processes(parallel: ParallelRequest, target: Target, words: list[str]) -> NoReturn:
