@@ -47,6 +47,7 @@ from fluxtrain.plan.footprint import block_inputs_on_host_bytes, by_tier
 from fluxtrain.plan.placement import Placement
 from fluxtrain.plan.request import Auto, RunRequest
 from fluxtrain.plan.simulation import step_time
+from fluxtrain.train.placing.cards import nccl_bytes
 from fluxtrain.train.placing.placing import DEFERS_MOMENTS, model_facts
 
 ENGINES = ("flux", "resident", "resident-fp32", "deepspeed2", "deepspeed3")
@@ -143,7 +144,7 @@ def cap_memory(budget_gib: float) -> None:
     mine = [torch.cuda.current_device()] if several else range(torch.cuda.device_count())
     for card in mine:
         total = torch.cuda.get_device_properties(card).total_memory
-        share = min(1.0, (budget_gib - CONTEXT_GIB) * GIB / total)
+        share = min(1.0, ((budget_gib - CONTEXT_GIB) * GIB - nccl_bytes()) / total)
         torch.cuda.set_per_process_memory_fraction(share, card)
 
 
@@ -157,7 +158,7 @@ def wrapped(
     from fluxtrain.core.wrap.engine import engine_of
     from fluxtrain.core.wrap.wrap import wrap_placed
 
-    budget_bytes = int((options.budget_gib - CONTEXT_GIB) * GIB)
+    budget_bytes = int((options.budget_gib - CONTEXT_GIB) * GIB) - nccl_bytes()
     plan, told = planned(model, options, budget_bytes)
     how = {"states": options.states, "frozen": options.frozen}
     cards, last = options.cards, options.cards - 1

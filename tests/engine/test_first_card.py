@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed
 
 import fluxtrain
 from fluxtrain.config.schema import load_config
@@ -90,6 +91,20 @@ def test_a_budget_is_of_the_card_that_computes(
     device_budget.hold_to_budget(50.0)
     assert made == [torch.device("cuda", 1)]
     assert there.shares.keys() == {1} and there.shares[1] == pytest.approx(0.5, abs=0.01)
+
+
+def test_a_budget_is_also_of_what_nccl_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    Cards(monkeypatch)
+    monkeypatch.setattr(device_budget.torch, "zeros", lambda _, device: None)
+    alone = device_budget.hold_to_budget(50.0)
+    joined = {
+        "is_initialized": lambda: True, "get_world_size": lambda: 2,
+        "get_backend_config": lambda: "cpu:gloo,cuda:nccl",
+    }  # fmt: skip
+    for name, value in joined.items():
+        monkeypatch.setattr(distributed, name, value)
+    among_two = device_budget.hold_to_budget(50.0)
+    assert alone is not None and among_two == alone - device_budget.nccl_bytes() < alone - GIB
 
 
 def test_a_model_in_use_has_its_first_card_current_before_it_is_read(

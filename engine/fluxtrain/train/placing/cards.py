@@ -8,6 +8,7 @@ from functools import cache
 
 import msgspec
 import torch
+from torch import distributed
 
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.errors import DoesNotFit
@@ -36,8 +37,8 @@ def hold_to_budget(budget_gib: float | None, others: Iterable[int] = ()) -> int 
     the current GPU and on each of the `others`.
 
     What CUDA itself takes for this process (context, kernels: some hundred MiB) counts against the
-    budget, because that is what `nvidia-smi` shows and what a card of that size would lose. So does
-    the page by which a segment that grows may pass its limit.
+    budget, because that is what `nvidia-smi` shows and what a card of that size would lose. So do
+    NCCL's buffers, and the page by which a segment that grows may pass its limit.
     Raises DoesNotFit when nothing is left.
     """
     if budget_gib is None:
@@ -45,7 +46,7 @@ def hold_to_budget(budget_gib: float | None, others: Iterable[int] = ()) -> int 
     here = torch.cuda.current_device()
     torch.zeros(1, device=torch.device("cuda", here))
     free_bytes, total_bytes = torch.cuda.mem_get_info(here)
-    context_bytes = _context_bytes(total_bytes - free_bytes, here)
+    context_bytes = _context_bytes(total_bytes - free_bytes, here) + nccl_bytes()
     budget_bytes = min(int(budget_gib * GIB), total_bytes)
     left_bytes = budget_bytes - context_bytes
     if left_bytes < _SMALLEST_BYTES:
@@ -71,6 +72,14 @@ def _context_bytes(used_bytes: int, card: int) -> int:
     return (used_bytes if own_bytes is None else own_bytes) - torch.cuda.memory_reserved(card)
 
 
+def nccl_bytes() -> int:
+    """Return what NCCL will take of this process's card, where it is one of several."""
+    joins = distributed.is_available() and distributed.is_initialized()
+    joins = joins and distributed.get_world_size() > 1
+    return _NCCL_BYTES if joins and "nccl" in str(distributed.get_backend_config()) else 0
+
+
+_NCCL_BYTES = int(1.2 * GIB)  # of two communicators, for gradients and weights, on two H200
 _ALIKE = 0.05  # cards of one kind differ by less, from moment to moment
 
 
