@@ -409,7 +409,7 @@ def report(
         "step_s": round(median_s, 3),
         "tokens_per_s": round(trained / median_s),
         "tflops": round(6 * parameters * trained / median_s / 1e12, 1),
-        "losses": losses,
+        "losses": list(map(statistics.mean, zip(*options.ranks.gather(losses), strict=True))),
         "times_s": [round(t, 2) for t in times],
     }
     if plan is not None:
