@@ -36,7 +36,8 @@ def launch(words: Sequence[str], processes: int, first_process: Callable[[], int
         *("-m", "fluxtrain", *words),
     ]
     # a session of its own: Ctrl-C of a terminal would end the agent, and the ranks in mid-step
-    agent = subprocess.Popen(command, env=environment_of_child(), start_new_session=True)
+    environment = {"OMP_NUM_THREADS": "1", **environment_of_child()}  # as torchrun with a warning
+    agent = subprocess.Popen(command, env=environment, start_new_session=True)
     received: list[int] = []
     ended: list[int] = []
 
