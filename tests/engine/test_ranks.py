@@ -382,3 +382,13 @@ def test_ranks_that_start_again_meet_in_a_part_of_the_store_of_their_own() -> No
         with ThreadPoolExecutor(3) as pool:
             list(pool.map(joins, [start] * 3, range(3)))
     assert found == {(start, rank): [b"%d" % start] * 3 for start in range(2) for rank in range(3)}
+
+
+def test_two_ranks_of_a_machine_on_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gathers(*every: tuple[str, str]) -> join.Ranks:
+        monkeypatch.setattr(join.Ranks, "gather", lambda *_: list(every))
+        return join.Ranks(world=3)
+
+    gathers(("one", "GPU-1"), ("one", "GPU-2"), ("other", "GPU-1")).refuse_shared_gpu("GPU-1")
+    with pytest.raises(BadInput, match=r"rank 0 and rank 2 of 3 have one GPU .* \(GPU-1\)"):
+        gathers(("one", "GPU-1"), ("one", "GPU-2"), ("one", "GPU-1")).refuse_shared_gpu("GPU-1")

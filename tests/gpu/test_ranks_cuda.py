@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -166,3 +168,12 @@ def free_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return int(one.getsockname()[1])
+
+
+def test_more_processes_than_gpus_are_refused_with_the_cure(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fluxtrain", "train", "--demo", "--run-dir", tmp_path / "run"]
+    command += ["--set", "parallel.processes=2"]
+    one = os.environ | {"CUDA_VISIBLE_DEVICES": "0"}
+    answer = subprocess.run(command, env=one, capture_output=True, text=True, check=False)
+    assert answer.returncode == 2, answer.stderr
+    assert "rank 0 and rank 1 of 2 have one GPU between them" in answer.stderr.splitlines()[-1]

@@ -109,6 +109,9 @@ def train(
         checkpoint = ranks.of_first(_checkpoint_of(target, session) if ranks.is_first else None)
         config = of_rank(config, ranks)
         device = choose_device(config)
+        if device.value == "cuda" and ranks.world > 1:
+            here = torch.cuda.get_device_properties(torch.cuda.current_device())
+            ranks.refuse_shared_gpu(str(here.uuid))
         ready = partial(ready_inputs, config, session, made.files(session), machine, device, chosen)
         run = opened_once_more(
             lambda: made(config, ready(), session, checkpoint, machine, device),

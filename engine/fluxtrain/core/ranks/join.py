@@ -138,6 +138,18 @@ class Ranks:
         nccl = device.type == "cuda" and "nccl" in str(distributed.get_backend_config())
         return distributed.new_group(backend="nccl" if nccl else "gloo")
 
+    def refuse_shared_gpu(self, gpu: str) -> None:
+        """Raise BadInput where two ranks of a machine compute on one GPU, by its UUID, which NCCL
+        does not allow."""
+        every = self.gather((_machine(), gpu))
+        for rank, one in enumerate(every):
+            if (other := every.index(one)) < rank:
+                raise BadInput(
+                    f"rank {other} and rank {rank} of {self.world} have one GPU between them "
+                    f"({one[1]}): start no more processes on a machine than it has GPUs for them "
+                    "(parallel.processes, or torchrun's --nproc_per_node)"
+                )
+
 
 ALONE = Ranks()
 
