@@ -50,7 +50,7 @@ os.environ["XDG_STATE_HOME"] = os.path.join(_CACHE.name, "state")
 EXPLORES = "FLUXTRAIN_EXPLORE" in os.environ
 settings.register_profile(
     "fluxtrain", deadline=None, print_blob=True, derandomize=not EXPLORES, database=None,
-    max_examples=100 if EXPLORES else 40,
+    max_examples=100 if EXPLORES else 25,
 )  # fmt: skip
 settings.load_profile("fluxtrain")
 MANY = 2000 if EXPLORES else 25  # examples of what somebody else may have made

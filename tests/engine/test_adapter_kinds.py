@@ -80,7 +80,7 @@ def assert_applied(base: Path, adapter: Path, merged: Path) -> None:
     torch.testing.assert_close(written, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", KINDS)
 def test_another_kind_than_lora_is_applied_as_peft_does(
     name: str, base: Path, tmp_path: Path

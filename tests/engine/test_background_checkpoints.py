@@ -171,10 +171,10 @@ def in_the_midst(process: Any, run_dir: Path, steps: int) -> bool:
 def test_a_kill_while_a_checkpoint_is_written_beside_the_steps_loses_nothing_older(
     run_config: MakeConfig, tmp_path: Path
 ) -> None:
-    config = run_config(train__steps=60, train__checkpoint_every=10, train__evaluate_every="end")
+    config = run_config(train__steps=40, train__checkpoint_every=10, train__evaluate_every="end")
     assert finished("train", config, "--run-dir", tmp_path / "whole") == 0
     run_dir, begun = tmp_path / "killed", 0
-    for _ in range(3):
+    for _ in range(2):
         arguments = ["train", str(config), "--run-dir", str(run_dir), "--resume", "auto"]
         with forked.running(slow_writer, arguments) as process:
             wait_for(partial(in_the_midst, process, run_dir, steps_done(run_dir)))
@@ -182,7 +182,7 @@ def test_a_kill_while_a_checkpoint_is_written_beside_the_steps_loses_nothing_old
             process.kill()
         for path in list_checkpoints(run_dir / "checkpoints"):
             read_checkpoint(path)
-    assert begun >= 2
+    assert begun >= 1
     assert finished("train", config, "--run-dir", run_dir, "--resume", "auto") == 0
     assert_same_run(tmp_path / "whole", run_dir)
 

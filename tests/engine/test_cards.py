@@ -103,7 +103,7 @@ def test_chunks_of_a_block_begin_before_those_of_the_one_before_have_all_ended(
 DEALINGS = [(0, 0, 1, 0, 0, 1), (1, 1, 1, 0, 1, 1), (0, 0, 0, 1, 1, 1), (0, 1, 1, 2, 2, 0)]
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("dealing", DEALINGS, ids=str)
 def test_neighbours_on_one_card_have_different_lanes_and_the_bits_stay(
     dealing: tuple[int, ...],

@@ -86,7 +86,7 @@ def blocks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LateDevice, "waits_outside", False)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(2)
 @pytest.mark.usefixtures("late", "blocks_alone")
 @pytest.mark.parametrize(
     "how",
@@ -135,6 +135,7 @@ def test_blocks_that_write_to_arguments_wait_for_all_that_they_copy_of_them(
 
 @pytest.mark.usefixtures("late")
 @pytest.mark.parametrize("between", BETWEEN.values(), ids=BETWEEN)
+@pytest.mark.thinned(5)
 def test_gradients_of_code_between_blocks_have_arrived_when_it_reads_them(
     between: Callable[[Tensor], Tensor],
 ) -> None:

@@ -74,7 +74,7 @@ def talks(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("offload", ["max", "none"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
 def test_the_loss_is_that_of_transformers_alone_bit_for_bit(

@@ -32,6 +32,7 @@ from tests.engine.half_models import (
 
 @HOMES
 @pytest.mark.parametrize("states", ["fp32", "bf16", "8bit"])
+@pytest.mark.thinned(5)
 def test_fp16_steps_equal_the_oracle_on_fp32_masters(
     half: Any, batch: Any, offload: str, states: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

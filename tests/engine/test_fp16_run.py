@@ -72,7 +72,7 @@ def test_fp16_follows_the_losses_of_fp32(run_config: MakeConfig, tmp_path: Path)
     assert found["float16"] == pytest.approx(found["float32"], rel=2e-3)
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("late", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_steps_that_overflow_are_left_out_and_told(
     run_config: MakeConfig, tmp_path: Path, first_scale: Any, late: bool,
     monkeypatch: pytest.MonkeyPatch,

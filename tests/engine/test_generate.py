@@ -35,6 +35,7 @@ def tokens_of(model: OpenedModel, prompts: list[list[int]], sampling: Sampling =
 
 @pytest.mark.parametrize("offload", ["max", "none"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
+@pytest.mark.thinned(3)
 def test_greedy_answers_are_those_of_transformers_alone(
     family: str, offload: str, model_folder: Folder
 ) -> None:

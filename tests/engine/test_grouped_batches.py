@@ -58,7 +58,7 @@ def test_every_row_is_served_once_an_epoch(lengths: list[int], rows: int, seed: 
         assert Counter(once) == Counter(range(10, 10 + len(packed)))
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(lengths=LENGTHS, data=st.data())
 def test_a_cursor_goes_on_with_the_same_batches(lengths: list[int], data: st.DataObject) -> None:
     packed = rows_of(lengths)

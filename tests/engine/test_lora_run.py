@@ -137,7 +137,7 @@ def test_the_saved_adapter_gives_pefts_own_model_the_trained_loss(
 
 
 @pytest.mark.parametrize("given", METHODS, ids=lambda given: "-".join(map(str, given.values())))
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(1)
 def test_a_resumed_run_ends_with_the_bits_of_one_that_was_never_stopped(
     given: dict[str, Any], run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,6 +87,7 @@ def test_there_is_no_state_before_the_first_step(wrapped: Wrapped) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["waiting", "overlapped"])
 @BOTH
+@pytest.mark.thinned(2)
 def test_a_saved_run_goes_on_bit_for_bit(
     wrapped: Wrapped, dtype: torch.dtype, overlap: bool
 ) -> None:
@@ -196,6 +197,7 @@ def test_a_state_of_another_model_is_refused(wrapped: Wrapped) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
 @BOTH
+@pytest.mark.thinned(3)
 def test_shards_round_trip_and_training_goes_on_bit_for_bit(
     wrapped: Wrapped, dtype: torch.dtype, family: str
 ) -> None:

@@ -216,6 +216,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "wrapped"])
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__.strip("_"))
+@pytest.mark.thinned(5)
 def test_a_broken_state_is_named_with_its_parameter(
     broken: Callable[[dict[Any, Any]], None], wrapped: bool
 ) -> None:

@@ -49,7 +49,7 @@ def trained(
     [{}, {"device_groups": 4, "resident_blocks": 2}, {"activations": "host", "resident_blocks": 3}],
     ids=["all stream", "some on the device, some resident", "some resident, boundaries away"],
 )
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(1)
 def test_any_number_of_slots_gives_the_same_bits(
     tiny: Any, batch: Any, placed: dict[str, Any], in_backward: bool
 ) -> None:
@@ -111,6 +111,7 @@ def uploaded_bytes(model: nn.Module, engine: Engine, batch: Any) -> int:
 
 @pytest.mark.parametrize("slots", [2, 3])
 @pytest.mark.parametrize("grad", [False, True], ids=["evaluation", "forwards without a backward"])
+@pytest.mark.thinned(2)
 def test_forwards_without_a_backward_cost_later_steps_no_upload(
     tiny: Any, batch: Any, slots: int, grad: bool
 ) -> None:

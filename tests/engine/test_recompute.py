@@ -254,6 +254,7 @@ class Compiled(Block):
 
 @pytest.mark.parametrize("blocks_without_recompute", [0, 3])
 @pytest.mark.parametrize("block", [GradientInside, FunctionalInside, UsedUp, Compiled])
+@pytest.mark.thinned(4)
 def test_a_block_whose_graph_cannot_be_filled_again_is_recorded_again(
     block: type[Block], blocks_without_recompute: int
 ) -> None:

@@ -24,7 +24,7 @@ def sampled(events: list[Any]) -> list[ev.SampleGenerated]:
     return [event for event in of(ev.SampleGenerated, events) if event.seconds is not None]
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize(
     ("family", "settings"),
     [

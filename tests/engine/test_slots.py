@@ -96,6 +96,7 @@ class Talking:
 
 
 @pytest.mark.parametrize("packed", [None, "nf4-double"])
+@pytest.mark.thinned(1)
 def test_adapters_and_their_base_answer_together_as_each_alone(
     base: Path, adapters: dict[str, Path], packed: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

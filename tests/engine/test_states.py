@@ -140,7 +140,7 @@ def test_clipped_steps_equal_the_oracle(
         optimizer.zero_grad()
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(2)
 @FORMATS
 @DTYPES
 def test_every_placement_trains_to_the_same_bits(
@@ -163,6 +163,7 @@ def test_every_placement_trains_to_the_same_bits(
 
 @pytest.mark.parametrize("states", ["fp32", "bf16", "8bit"])
 @pytest.mark.parametrize("device_groups", [0, 2])
+@pytest.mark.thinned(3)
 def test_steps_in_backward_equal_exact_ones_without_clipping(
     device_groups: int, states: str, tiny: Any, batch: Any
 ) -> None:

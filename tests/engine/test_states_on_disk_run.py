@@ -99,6 +99,7 @@ def test_a_run_is_resumed_from_and_to_the_disk_with_the_same_bits(
 
 
 @pytest.mark.parametrize("norm", [1.0, None], ids=["clip", "backward"])
+@pytest.mark.thinned(1)
 def test_a_checkpoint_beside_the_steps_is_what_waiting_would_have_written(
     norm: float | None, run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

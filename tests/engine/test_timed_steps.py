@@ -39,7 +39,7 @@ def timed(
     return found
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
 def test_every_kind_of_steps_is_made_and_the_model_is_as_before(tiny: Tiny, family: str) -> None:
     model = tiny(family, torch.bfloat16)

@@ -179,6 +179,7 @@ def _losses(model: Any, inputs: Any) -> list[float]:
 
 @pytest.mark.parametrize("compiled", COMPILED)
 @pytest.mark.parametrize("first", ["wrapped", "compiled"])
+@pytest.mark.thinned(3)
 def test_a_compiled_model_trains_as_one_that_is_not(
     compiled: Any, first: str, tiny: Any, batch: Any
 ) -> None:

@@ -56,6 +56,7 @@ def until_all_ended(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize("by", ["terminal", "shell"])
+@pytest.mark.thinned(1)
 def test_the_wizard_ends_with_its_terminal(desk: Desk, by: str) -> None:
     terminal = started(desk, *APP, by=by)
     terminal.until("step 1 of 7")

@@ -123,6 +123,7 @@ def test_a_stop_from_outside_leaves_a_sane_terminal_after_the_app(
 
 
 @pytest.mark.parametrize("by_key", [True, False])
+@pytest.mark.thinned(1)
 def test_a_key_that_is_pressed_while_the_app_comes_back_is_the_apps(
     shell: Terminal, watched: Path, by_key: bool
 ) -> None:

@@ -102,6 +102,7 @@ async def test_a_truncated_shard_is_told_while_the_folder_is_typed(
 
 
 @pytest.mark.parametrize("name", BAD_DATA)
+@pytest.mark.thinned(3)
 async def test_bad_data_is_told_in_place(folder: Path, opened: Opened, name: str) -> None:
     content, said = BAD_DATA[name]
     (folder / name).write_bytes(content)
@@ -116,6 +117,7 @@ async def test_bad_data_is_told_in_place(folder: Path, opened: Opened, name: str
 
 
 @pytest.mark.parametrize("chosen", [0, 1])
+@pytest.mark.thinned(1)
 async def test_of_two_readings_of_the_columns_enter_takes_the_marked_one(
     folder: Path, opened: Opened, chosen: int
 ) -> None:
@@ -275,6 +277,7 @@ async def test_a_launch_starts_the_trainer_and_shows_its_run(
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40)])
+@pytest.mark.thinned(1)
 async def test_a_walk_from_a_table_to_a_merged_model_without_leaving_the_app(
     folder: Path,
     model: Path,

@@ -215,6 +215,7 @@ async def test_the_launch_shows_command_and_yaml(folder: Path, opened: Opened) -
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (60, 20), (200, 60)])
+@pytest.mark.thinned(2)
 async def test_every_step_draws_in_every_size(
     folder: Path, opened: Opened, size: tuple[int, int]
 ) -> None:
