@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from fluxtrain.config.schema import demo_config
+from fluxtrain.core.memory.mapped import resident_bytes
 from fluxtrain.machine.machine import read_machine
 from fluxtrain.models.demo_model import demo_model
-from fluxtrain.train.placing.placing import decide, loaded_bytes, model_facts
+from fluxtrain.train.placing.placing import decide, model_facts
 
 
 def test_the_demo_takes_the_host_memory_that_its_plan_predicts(tmp_path: Path) -> None:
@@ -57,9 +58,9 @@ def test_a_dropped_model_in_a_reference_cycle_is_no_part_of_the_process() -> Non
 
 def test_tied_weights_are_counted_once_and_empty_ones_not_at_all() -> None:
     model = demo_model(256)
-    assert loaded_bytes(model) == sum(p.nbytes for p in model.parameters())
+    assert resident_bytes(model) == sum(p.nbytes for p in model.parameters())
     with torch.device("meta"):
-        assert loaded_bytes(nn.Linear(8, 8)) == 0
+        assert resident_bytes(nn.Linear(8, 8)) == 0
 
 
 def test_a_plan_says_where_the_dial_has_no_effect() -> None:
