@@ -157,6 +157,7 @@ def test_a_run_on_a_disk_that_fills_up_goes_on_bit_for_bit_once_there_is_room(
     assert sorted(step.step for step in runs.told(run_dir, ev.StepFinished)) == list(range(1, 81))
 
 
+@pytest.mark.slow
 def test_a_disk_that_stays_full_ends_the_run_with_5_and_its_last_checkpoint(
     run_config: Callable[..., Path], small_disk: Path
 ) -> None:

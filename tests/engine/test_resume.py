@@ -146,7 +146,10 @@ def test_kills_at_random_moments_change_no_loss(
     assert_same_run(tmp_path / "whole", tmp_path / "killed")
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 143)],
+)
 def test_a_signal_writes_a_checkpoint_and_the_run_goes_on_exactly(
     run_config: RunConfig, tmp_path: Path, number: signal.Signals, code: int
 ) -> None:

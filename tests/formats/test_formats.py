@@ -72,6 +72,7 @@ def test_runs_of_each_version_are_listed_and_shown(version: str, released: Relea
         assert stored.data.path == str(folder / "text.txt")
 
 
+@pytest.mark.slow  # make test-formats
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_killed_run_of_each_version_goes_on_to_the_same_losses(
     version: str, released: Released

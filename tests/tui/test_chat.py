@@ -345,6 +345,7 @@ async def test_a_model_is_merged_and_where_it_fails_it_can_be_tried_again(
         await app_pilot.until(pilot, lambda: not isinstance(app.screen, ExportDialog))
 
 
+@pytest.mark.slow  # serve/test_adapters.py asks the real engine in each run
 async def test_the_real_engine_answers_on_the_screen(
     app_pilot: Any, made: ModuleType, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,6 +104,7 @@ def test_a_run_that_goes_on_and_an_output_folder_are_quoted(path_has_it: Path) -
     assert placed[-2:] == ["--run-dir", f"/out/{ODD}"]
 
 
+@pytest.mark.slow
 def test_the_shown_command_trains(tmp_path: Path) -> None:
     """The real one, with a file and a folder whose names a shell must not read."""
     folder = tmp_path / "my runs; $(false) 'x'"

@@ -22,6 +22,7 @@ LINES = {
 }
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("kind", LINES)
 def test_a_file_of_lines_is_read_in_memory_that_does_not_hold_it(tmp_path: Path, kind: str) -> None:
     path = tmp_path / f"a.{kind}"
