@@ -24,63 +24,14 @@ from tests.tui.desk import PATIENCE_S, TINY, Desk, Terminal
 RESTORED = b"\x1b[?1049l"  # back from the alternate screen
 
 
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    """A tiny model's folder."""
-    folder = tmp_path / "little"
-    train_tokenizer(["What colour is box 1 of Alice? It is white."] * 20, folder, 320)
-    tiny_model("llama").save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture
-def table(tmp_path: Path) -> Path:
-    """A table of questions and answers."""
-    path = tmp_path / "qa.csv"
-    rows = [f"What colour is box {n} of Alice?,Box {n} is white." for n in range(200)]
-    path.write_text("\n".join(["Question,Answer", *rows]) + "\n")
-    return path
-
-
-def test_a_configuration_is_trained_and_merged_by_the_real_engine_in_the_app(
-    desk: Desk, base: Path, table: Path, tmp_path: Path
-) -> None:
-    config = tmp_path / "qa.yaml"
-    config.write_text(
-        f"model: {{path: {base}}}\ndata: {{path: {table}, sequence_length: 64, held_out: 0}}\n"
-        "method: {name: lora}\ntrain: {batch_rows: 2}\n"
-    )
-    terminal = desk.open(str(config), "--steps", "4", size=(80, 24))
-    terminal.until("step 6 of 7", "Chosen for you: why?")
-    terminal.press("\r")
-    terminal.until("step 7 of 7", "Enter starts the training", "4 steps")
-    terminal.press("\r")
-    trained_and_merged(desk, terminal)
-    kept = (desk.run_dir().path / "config.yaml").read_text()
-    assert "steps: 4" in kept and "sequence_length: 64" in kept
-
-
-def trained_and_merged(desk: Desk, terminal: Terminal) -> None:
-    """Wait for the end of the training that the app has started, merge the adapter, leave."""
-    terminal.until("FINISHED", "4/4", "the adapter is in")
-    terminal.press("m")
-    terminal.until("Export", "enter write")
-    terminal.press("\r")
-    terminal.until("written", "checked")
-    terminal.press("\r")
-    terminal.press("q")
-    assert terminal.ends() == 0
-    assert RESTORED in terminal.output
-    run = desk.run_dir()
-    assert json.loads(run.result.read_text())["exit_code"] == 0
-    assert (run.path / "merged" / "config.json").exists()
-
-
 @pytest.mark.slow  # many starts of the engine; test_wizard_flows.py has the way with a stand-in
 @pytest.mark.timeout(600)
-def test_from_a_table_to_a_merged_model_without_leaving_the_app(
-    desk: Desk, base: Path, table: Path
-) -> None:
+def test_from_a_table_to_a_merged_model_without_leaving_the_app(desk: Desk, tmp_path: Path) -> None:
+    base, table = tmp_path / "little", tmp_path / "qa.csv"
+    train_tokenizer(["What colour is box 1 of Alice? It is white."] * 20, base, 320)
+    tiny_model("llama").save_pretrained(base)
+    rows = [f"What colour is box {n} of Alice?,Box {n} is white." for n in range(200)]
+    table.write_text("\n".join(["Question,Answer", *rows]) + "\n")
     terminal = desk.open(
         "--model", str(base), "--steps", "4", "--sequence-length", "64", size=(80, 24)
     )  # fmt: skip
@@ -102,8 +53,19 @@ def test_from_a_table_to_a_merged_model_without_leaving_the_app(
         terminal.until(f"step {step}")
     terminal.until("Enter starts the training", "4 steps")
     terminal.press("\r")
-    trained_and_merged(desk, terminal)
-    kept = (desk.run_dir().path / "config.yaml").read_text()
+    terminal.until("FINISHED", "4/4", "the adapter is in")
+    terminal.press("m")
+    terminal.until("Export", "enter write")
+    terminal.press("\r")
+    terminal.until("written", "checked")
+    terminal.press("\r")
+    terminal.press("q")
+    assert terminal.ends() == 0
+    assert RESTORED in terminal.output
+    run = desk.run_dir()
+    assert json.loads(run.result.read_text())["exit_code"] == 0
+    assert (run.path / "merged" / "config.json").exists()
+    kept = (run.path / "config.yaml").read_text()
     assert "steps: 4" in kept and "sequence_length: 64" in kept
 
 
