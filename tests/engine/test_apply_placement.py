@@ -146,7 +146,7 @@ def test_running_out_of_device_memory_leaves_everything_as_it_was(
     assert run.steps(2) == plain.losses
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("states", ["fp32", "bf16", "8bit"])
 def test_whole_parts_move_to_the_device_and_back_with_the_same_bits(
     training: Callable[..., Training], monkeypatch: pytest.MonkeyPatch, states: str

@@ -37,6 +37,7 @@ def wrapped(tiny: Any, **place: Any) -> nn.Module:
 
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("moments", [False, True])
+@pytest.mark.thinned(2)
 def test_training_has_the_bits_of_one_with_every_block_at_home(
     tiny: Any, batch: Any, same: Any, in_backward: bool, moments: bool
 ) -> None:

@@ -50,7 +50,7 @@ def test_weights_and_states_are_those_of_one_card(cards: int, how: dict[str, Any
     assert_same(trained(model, None, **how), trained(other, cards, **how))
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
 def test_every_dtype_and_a_tied_head_train_to_the_bits_of_one_card(
@@ -158,6 +158,7 @@ def test_several_passes_a_step_and_updates_in_backward_keep_the_bits() -> None:
 
 
 @pytest.mark.parametrize("frozen", ["plain", "nf4", "int8"])
+@pytest.mark.thinned(2)
 def test_adapters_on_frozen_and_packed_weights_keep_the_bits(
     frozen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

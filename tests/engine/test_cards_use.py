@@ -28,6 +28,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
 @pytest.mark.parametrize("offload", ["max", "none"])
+@pytest.mark.thinned(3)
 def test_answers_are_those_of_transformers_alone(
     family: str, offload: str, model_folder: Folder
 ) -> None:

@@ -69,6 +69,7 @@ def test_fp16_steps_equal_the_oracle_on_fp32_masters(
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
+@pytest.mark.thinned(1)
 def test_a_streamed_fp16_training_follows_the_plain_one(
     family: str, half: Any, tiny: Any, batch: Any
 ) -> None:

@@ -15,6 +15,7 @@ from tests.engine.test_rows_run import numbers
 
 
 @pytest.mark.parametrize("limit", ["0.5", "null"])
+@pytest.mark.thinned(1)
 def test_a_run_in_vocab_chunks_has_the_numbers_of_one_without(
     run_config: Callable[..., Path],
     model_folder: Callable[..., Path],

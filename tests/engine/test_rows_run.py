@@ -25,6 +25,7 @@ def embedding_of(events: list[Any]) -> ev.ChoiceMade:
 
 
 @pytest.mark.parametrize("limit", ["0.5", "null"])
+@pytest.mark.thinned(1)
 def test_a_run_by_rows_has_the_numbers_of_one_without(
     run_config: Callable[..., Path],
     model_folder: Callable[..., Path],

@@ -211,6 +211,7 @@ def test_adapters_are_trained_with_their_states_on_disk(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("states", "first", "then"), [("fp32", 0, -1), ("bf16", -1, 0), ("8bit", -1, 2)]
 )
+@pytest.mark.thinned(2)
 def test_shards_go_from_each_tier_to_each(
     tmp_path: Path, states: StateFormat, first: int, then: int
 ) -> None:
