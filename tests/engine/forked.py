@@ -23,17 +23,7 @@ from typing import Any
 import pytest
 
 _PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(
-    [
-        "fluxtrain.commands.doctor.self_test",
-        "fluxtrain.train.run",
-        "pytest",
-        "peft",
-        "transformers.trainer",
-        "transformers.models.llama.modeling_llama",
-        "transformers.models.mixtral.modeling_mixtral",
-    ]
-)
+_PROCESSES.set_forkserver_preload(["tests.engine.imported_before"])
 _AT_FIRST = dict(os.environ)
 LIMIT_S = 240.0  # for what never ends; a slow machine is no failure
 
