@@ -165,7 +165,7 @@ def test_a_plan_of_ranks_refuses_what_does_not_fit(model: Path) -> None:
         planned(model, *settings, gib=24)
     assert refused.value.exit_code == EXIT_DOES_NOT_FIT
     planned(model, *settings, "fsdp.cpu_offload=true", gib=24)
-    with pytest.raises(BadInput, match=r"train\.batch_rows=10 for a new run"):
+    with pytest.raises(BadInput, match=r"set train\.batch_rows=10"):
         planned(model, *settings, "train.batch_rows=9")
 
 
