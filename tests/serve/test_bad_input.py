@@ -18,7 +18,7 @@ import pytest
 from fluxtrain.events.emitter import Emitter
 from fluxtrain.events.events import LogWritten
 from fluxtrain.serve import queue
-from fluxtrain.serve.jobs import JobRequest, run_of
+from fluxtrain.serve.jobs import JobRequest, _refuse_closed, run_of
 from fluxtrain.serve.refusal import Refusal
 from fluxtrain.serve.settings import Quotas
 from fluxtrain.serve.uploads import add_file
@@ -157,3 +157,21 @@ def test_a_clock_that_is_set_back_loses_no_job_and_keeps_the_order(
 def test_half_a_character_in_a_body_is_refused_in_words(field: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="half of a character"):
         JobRequest(model="demo", training_file="file-1", **field)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"placement": {"disk_path": "/etc"}},
+        {"placement": {"disk": "on"}},
+        {"image": {"cache": "/etc"}},
+        {"comm": {"compress": "int8"}},
+        {"fsdp": {"enabled": True}},
+        {"trainer": {"fsdp": {"enabled": True}}},
+        {"data": {"path": "/etc/passwd"}},
+    ],
+    ids=str,
+)
+def test_a_job_may_not_set_what_is_the_operators(given: dict[str, Any]) -> None:
+    with pytest.raises(Refusal, match="is the operator's and no job's: leave it out"):
+        _refuse_closed(given)

@@ -27,7 +27,7 @@ from fluxtrain.serve.uploads import content_of, find_file
 REPEAT_S = 600.0  # a repeated request within this time is the same one
 Auto = Literal["auto"]
 # What a job may not set: paths and names, which are the operator's, and what the queue decides.
-_CLOSED_SECTIONS = ("model", "trackers", "parallel")
+_CLOSED_SECTIONS = ("model", "trackers", "parallel", "fsdp", "trainer", "comm")
 _CLOSED = (
     "data.path",
     "data.held_out_path",
@@ -35,6 +35,10 @@ _CLOSED = (
     "method.name",
     "method.base",
     "placement.device",
+    "placement.disk",
+    "placement.disk_path",
+    "placement.host_gib",
+    "image.cache",
 )
 _KEYS = {  # of OpenAI's hyperparameters
     "n_epochs": "train.epochs",
