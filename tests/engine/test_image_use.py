@@ -52,6 +52,11 @@ def test_a_runs_model_makes_images_from_a_picture_and_words(
     assert (tmp_path / "made.png").read_bytes() != first
     with pytest.raises(BadInput, match="gone.png does not exist"):
         sample(replace(request, reference=tmp_path / "gone.png"), lambda _: None)
+    cut = tmp_path / "cut.png"
+    picture = (images.data / "000-before.png").read_bytes()
+    cut.write_bytes(picture[: len(picture) // 2])
+    with pytest.raises(BadInput, match=r"cut\.png is cut or damaged"):
+        sample(replace(request, reference=cut), lambda _: None)
     with pytest.raises(BadInput, match="makes images: `fluxtrain sample"):
         find_model(str(tmp_path / "run"))
     shutil.rmtree(tmp_path / "run" / "model")
@@ -64,6 +69,12 @@ def test_the_plan_counts_the_tokens_of_both_images(images: Images, tmp_path: Pat
     plan = preview(config, machine(tmp_path, 64))
     assert plan.sequence_length == 16 + 2 * 16
     assert plan.estimated_rows == PAIRS - 1 and not plan.rows_estimated
+
+
+def test_a_model_of_images_is_not_sharded(images: Images, tmp_path: Path) -> None:
+    asked = {"parallel__mode": "fsdp", "parallel__processes": 2, "train__batch_rows": 2}
+    with pytest.raises(BadInput, match="shards language models: for one of images leave it out"):
+        preview(load_config(images.config(tmp_path, **asked)))
 
 
 def test_inspecting_draws_a_contact_sheet(images: Images, tmp_path: Path) -> None:

@@ -13,7 +13,14 @@ import torch
 import fluxtrain
 from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.data.images.pairs import Pair, Picture, picture_of
-from fluxtrain.data.images.pictures import BadPicture, bucket_for, buckets_of, save_png, size_of
+from fluxtrain.data.images.pictures import (
+    BadPicture,
+    bucket_for,
+    buckets_of,
+    decode,
+    save_png,
+    size_of,
+)
 from fluxtrain.errors import BadInput
 from fluxtrain.events.answers.answers import SampleAnswer
 from fluxtrain.events.run_folder.run_dir import RunDir, find_run
@@ -106,6 +113,7 @@ def _pair(request: SampleRequest, side: int) -> Pair:
     if request.reference is not None:
         try:
             bucket = bucket_for(*size_of(request.reference), buckets_of(side))
+            decode(request.reference)  # not only its header
             references = (picture_of(request.reference),)
         except BadPicture as error:
             raise BadInput(str(error)) from None
