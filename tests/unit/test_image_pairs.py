@@ -110,6 +110,8 @@ def drawn(folder: Path, value: Any) -> Any:
     [
         ({"reference": "gone.png"}, "gone.png does not exist"),
         ({"prompt": None}, "no prompt"),
+        ({"prompt": "  "}, "no prompt"),
+        ({"prompt": 5}, "the prompt is 5: write a text"),
         ({"image": None}, "no image"),
         ({"reference": ("wide.png", (96, 64), "RGB")}, "another shape"),
         ({"image": ("a.gif", (64, 64), "P")}, "GIF: save it as PNG"),

@@ -30,7 +30,7 @@ from fluxtrain.data.images.pictures import (
     mask_weights,
     size_of,
 )
-from fluxtrain.errors import BadInput
+from fluxtrain.errors import BadInput, brief
 from fluxtrain.files.atomic import write_bytes
 from fluxtrain.files.cache import cache_root
 
@@ -210,9 +210,12 @@ def _pair(row: _Row, buckets: tuple[Bucket, ...], is_known: IsKnown) -> Pair:
         raise BadPicture(row[_BAD])
     named = {kind: next((row[k] for k in keys if k in row), None) for kind, keys in _KEYS.items()}
     for kind, needed in (("image", object), ("prompt", str)):
-        if named[kind] is None or not isinstance(named[kind], needed):
+        value = named[kind]
+        if value is not None and not isinstance(value, needed):
+            raise BadPicture(f"the {kind} is {brief(str(value), 40)}: write a text")
+        if value is None or (isinstance(value, str) and not value.strip()):
             keys = keys_of({key: value for key, value in row.items() if key != _FOLDER})
-            raise BadPicture(f"no {kind}: of {keys} none is {', '.join(_KEYS[kind])}")
+            raise BadPicture(f"no {kind}: of {keys} none has {', '.join(_KEYS[kind])}")
     first = named["references"]
     numbered = [
         row[key]
