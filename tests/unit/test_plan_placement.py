@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -252,6 +253,16 @@ def test_what_does_not_fit_says_the_need_the_room_and_the_cure(
     assert resource in message
     assert cure in message
     assert error_names_both_numbers(message)
+
+
+def test_a_limit_of_host_memory_that_is_set_is_told_with_the_one_that_suffices() -> None:
+    asked = RunRequest(host_gib=1.0, batch_rows=1)
+    with pytest.raises(DoesNotFit) as refused:
+        place(qwen(), gpu(8, host_gib=1.0), asked)
+    told = re.search(r": set placement\.host_gib=([\d.]+), or leave it out", str(refused.value))
+    assert told, refused.value
+    enough = float(told[1])
+    assert place(qwen(), gpu(8, host_gib=enough), replace(asked, host_gib=enough)).host_bytes
 
 
 def test_another_packages_optimizer_is_never_told_to_keep_states_at_home() -> None:

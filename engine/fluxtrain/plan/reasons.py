@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -40,7 +41,7 @@ from fluxtrain.plan.search import (
     TimedSearch,
 )
 from fluxtrain.plan.tables import reason as embedding_reason
-from fluxtrain.units import bytes_text, count_text, duration_text, rate_text
+from fluxtrain.units import GIB, bytes_text, count_text, duration_text, rate_text
 
 SHORTEST_TOKENS = 32  # nobody is told to train on less
 HIDDEN_TIMES = 2.0  # the computation against the copies: one slow transfer delays nothing
@@ -643,6 +644,9 @@ def without_effect(request: RunRequest, choices: Iterable[ChoiceMade]) -> list[s
     ]
 
 
+OTHERWISE = "close other programs, or take a smaller model or a machine with more memory"
+
+
 def refusal(search: Search) -> str:
     """Return the error with the memory needed, the memory available, and the first setting that
     would help."""
@@ -727,7 +731,17 @@ def _cure(search: Search) -> str:
             if replace(search, facts=facts).find() is not None:
                 return f"data.sequence_length={length} fits"
             length //= 2
-    return "close other programs, or take a smaller model or a machine with more memory"
+    return _more_host(search) or OTHERWISE
+
+
+def _more_host(search: Search) -> str:
+    """Return how much the host's limit must be where the request sets it; "": it does not."""
+    most, limit = search.capacity.host_available_bytes, search.limits.host_bytes
+    needed = search.need(search.nearest()).host_bytes
+    if most is None or most != search.request.host_bytes or not limit or needed <= limit:
+        return ""
+    name = "host_gib" if search.facts.row is None else "placement.host_gib"
+    return f"set {name}={math.ceil(100 * needed * most / limit / GIB) / 100:g}, or leave it out"
 
 
 def _told(names: tuple[str, ...], *, in_run: bool) -> str:
@@ -867,7 +881,7 @@ def host_refusal(
 ) -> str:
     """Return the error of a host too small for all cards together, with settings that would help.
     `narrow`: bytes needed with 8-bit optimizer states; `may_spill`: states may go to a disk."""
-    cure = "close other programs, or take a smaller model or a machine with more memory"
+    cure = OTHERWISE
     if narrow is not None and narrow <= limit:
         cure = f"train.states=8bit fits with {bytes_text(narrow)}"
     if may_spill:
