@@ -132,7 +132,7 @@ def train(  # noqa: PLR0913, PLR0917 - typer reads the options from the signatur
     chosen, overrides = processes.with_planned_mode(chosen, config, demo, overrides, found)
     if chosen.parallel.processes > 1 and not processes.launched():
         words = processes.words_of(config, demo, overrides, json, debug, trace, disk_wait)
-        processes.train_in_processes(chosen.parallel, found or new_run(chosen), words)
+        processes.train_in_processes(chosen, found or new_run(chosen), words)
     if chosen.method.name != "qlora":  # whose packed weights may be kept
         read_ahead(chosen.model.path)
     how: dict[str, Any] = {"live_fd": live_fd, "json": json, "disk_wait_s": 60.0 * disk_wait}

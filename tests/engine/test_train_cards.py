@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fluxtrain.commands.preview import preview
 from fluxtrain.config.schema import load_config
 from fluxtrain.core.wrap.grouping import facts_of
 from fluxtrain.errors import BadInput
@@ -240,3 +241,9 @@ def test_settings_of_several_processes_say_where_they_have_no_effect(
     assert [(choice.name, choice.value) for choice in found] == names
     assert all(choice.because.startswith(because) for choice in found)
     assert not list(unused_choices(load_config(run_config(**how)), processes=processes))
+
+
+def test_the_plan_refuses_a_compression_that_is_none(run_config: MakeConfig) -> None:
+    asked = {"parallel__mode": "fsdp", "comm__compress": "int9"}
+    with pytest.raises(BadInput, match="int8"):
+        preview(load_config(run_config(**asked)))

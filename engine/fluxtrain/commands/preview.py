@@ -59,7 +59,13 @@ from fluxtrain.train.placing.preflight import (
     refuse_what_does_not_fit,
 )
 from fluxtrain.train.placing.row_length import FirstSamples, first_samples, with_row_length
-from fluxtrain.train.placing.sharded import MEMORY, plan_sharded, sharding_of, with_mode
+from fluxtrain.train.placing.sharded import (
+    MEMORY,
+    plan_sharded,
+    refuse_settings,
+    sharding_of,
+    with_mode,
+)
 from fluxtrain.train.placing.snapshot import snapshot_of
 from fluxtrain.train.run import of_all_ranks, rows_of_rank, share_of
 from fluxtrain.units import bytes_text, count_text
@@ -90,6 +96,8 @@ def preview(
         BadInput, DoesNotFit: as the run would.
     """
     refuse_several_processes()
+    if config.is_sharded:
+        refuse_settings(config)
     device = choose_device(config) if elsewhere is None else _device_of(config, elsewhere)
     machine, per_s = _measured(elsewhere, report)
     capacity = _capacity(config, elsewhere, device.value)

@@ -135,13 +135,18 @@ def try_in_processes(config: RunConfig, words: Sequence[str], *, json: bool) -> 
     raise typer.Exit(status)
 
 
-def train_in_processes(parallel: ParallelRequest, target: Target, words: list[str]) -> NoReturn:
-    """Train in the directory of `target` with as many processes as `parallel` says, each of which
+def train_in_processes(config: RunConfig, target: Target, words: list[str]) -> NoReturn:
+    """Train in the directory of `target` with as many processes as `config` says, each of which
     runs `fluxtrain WORDS`; end this one as the run ended.
 
-    Raises BadInput where the directory is in use, and Interrupted after Ctrl-C.
+    Raises BadInput for what a sharded model cannot have and where the directory is in use, and
+    Interrupted after Ctrl-C.
     """
-    run_dir = target.run_dir
+    run_dir, parallel = target.run_dir, config.parallel
+    if config.is_sharded:
+        with Importing():
+            from fluxtrain.train.placing.sharded import refuse_settings
+        refuse_settings(config)
     if target.checkpoint is None:
         words = [*words, "--run-dir", str(run_dir.path), "--resume", "auto"]
     else:

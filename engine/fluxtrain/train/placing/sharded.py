@@ -11,6 +11,7 @@ from fluxtrain.events.events import ChoiceMade
 from fluxtrain.measure.measured_constants import Constants
 from fluxtrain.methods.method import method_of
 from fluxtrain.models.model_files import is_pipeline
+from fluxtrain.parallel.compress.registry import method_named
 from fluxtrain.parallel.forecast import (
     Sharding,
     choose_mode,
@@ -154,8 +155,10 @@ def _refuse_host(need_bytes: int, available_bytes: int | None, local_ranks: int)
 
 
 def refuse_settings(config: RunConfig) -> None:
-    """Raise BadInput for settings of other modes, with the cure."""
+    """Raise BadInput for settings of other modes and for wrong compression, with the cure."""
     train, cure = config.train, "or use parallel.mode=layers"
+    if is_pipeline(config.model.path):
+        raise BadInput("parallel.mode=fsdp shards language models: for one of images leave it out")
     if train.optimizer != "adamw" or train.states != "fp32":
         raise BadInput(
             f"train.optimizer={train.optimizer} with train.states={train.states}: sharded models "
@@ -171,7 +174,9 @@ def refuse_settings(config: RunConfig) -> None:
             f"comm.gather={config.comm.gather} rounds weights, and {config.method.name} packs them "
             "in 4 or 8 bits already: leave it out"
         )
-    if config.comm.compress == "auto" and config.fsdp.sharding_strategy in ("NO_SHARD", "HYBRID"):
+    if config.comm.compress != "auto":
+        method_named(config.comm.compress, config.comm.config)
+    elif config.fsdp.sharding_strategy in ("NO_SHARD", "HYBRID"):
         raise BadInput(
             "comm.compress=auto measures sums that are scattered, and fsdp.sharding_strategy="
             f"{config.fsdp.sharding_strategy} sums between replicas: name a method, such as int8"
