@@ -15,10 +15,19 @@ from types import FrameType
 from fluxtrain.errors import EXIT_INTERRUPTED, EXIT_TERMINATED
 from fluxtrain.files.parent import environment_of_child
 
-_AGENT = (
-    "from fluxtrain.files.parent import end_with_parent; end_with_parent(); "
-    "from torch.distributed.run import main; main()"
-)
+# Ranks say by themselves why they end: of torch's report a line is enough.
+_AGENT = """
+import sys
+from fluxtrain.files.parent import end_with_parent
+end_with_parent()
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import main
+try:
+    main()
+except ChildFailedError as error:
+    rank, failure = error.get_first_failure()
+    sys.exit(f"torchrun: rank {rank} has ended with exit code {failure.exitcode}")
+"""
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
