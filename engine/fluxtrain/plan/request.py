@@ -112,7 +112,9 @@ class PlacementRequest:
         "device memory that may be used, in GiB, of each card; all of it when left out", None
     )
     host_gib: Size | None = _knob(
-        "host memory that the plan may use, in GiB; what is available when left out", None
+        "host memory that the plan may use beside what the process itself takes (libraries, data: "
+        "some hundred MiB), in GiB; what is available when left out",
+        None,
     )
     disk: Annotated[Literal["auto", "on", "off"], BeforeValidator(_as_word)] = _knob(
         "what lives on disk where the host cannot hold it: on lets optimizer states (then "
