@@ -179,7 +179,7 @@ def test_a_model_on_the_device_comes_to_the_host_weight_by_weight() -> None:
     assert saving_bytes(model(1, 0.5), on_device) == 500_001_000
     assert saving_bytes(model(30, 0.5), on_device) == 1_000_000_000
     at_home = Layout(offload="weights", device_groups=0)
-    assert saving_bytes(model(30, 0.5), at_home) == 1000, "what is at home is there already"
+    assert saving_bytes(model(30, 0.5), at_home) == 1000, "what is on the host is there already"
 
 
 def test_files_on_a_ram_disk_take_host_memory() -> None:

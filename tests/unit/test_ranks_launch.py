@@ -15,14 +15,16 @@ from tests.unit.test_parent import runs
 
 # In place of torchrun: it starts one rank, which is stopped, and does not end by SIGTERM.
 AGENT = """
-import os, signal, subprocess, sys, time
+import os, signal, subprocess, sys
 from pathlib import Path
 from fluxtrain.files.parent import end_with_parent
 end_with_parent()
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-rank = "from fluxtrain.files.parent import *; end_with_parent(); import time; time.sleep(60)"
-rank = subprocess.Popen([sys.executable, "-c", rank], env={**os.environ, "TORCHELASTIC_RUN_ID": ""})
-time.sleep(0.7)
+rank = "from fluxtrain.files.parent import *; end_with_parent(); print(flush=True); input()"
+pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+environment = {**os.environ, "TORCHELASTIC_RUN_ID": ""}
+rank = subprocess.Popen([sys.executable, "-c", rank], env=environment, **pipes)
+rank.stdout.readline()
 rank.send_signal(signal.SIGSTOP)
 Path(sys.argv[-1]).write_text(f"{os.getpid()} {rank.pid}")
 rank.wait()
