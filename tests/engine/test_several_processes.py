@@ -23,7 +23,6 @@ from fluxtrain.errors import BadInput, MisusedModel
 from fluxtrain.events.emitter import Emitter
 from fluxtrain.events.events import Failed
 from fluxtrain.events.run_folder.run_dir import RunDir
-from fluxtrain.plan.request import ParallelRequest
 from fluxtrain.train.checkpoint.recovery import Target, locate
 from tests.engine import forked
 from tests.engine.ranks import join
@@ -31,6 +30,7 @@ from tests.on_cards import batch, llama
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 WORDS = "one of 2 processes"
+TWO = ["parallel.processes=2"]
 
 
 def step(model: nn.Module, *, in_backward: bool = False) -> None:
@@ -114,22 +114,20 @@ def test_processes_are_not_started_in_a_folder_that_is_in_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "launch", lambda *_: pytest.fail("processes were started"))
-    used, config = RunDir(tmp_path / "run"), demo_config([])
+    used, config = RunDir(tmp_path / "run"), demo_config(TWO)
     lock = used.lock()
     with pytest.raises(BadInput, match=f"in use by process {os.getpid()}"):
-        processes.train_in_processes(
-            ParallelRequest(processes=2), locate(None, used.path, config), []
-        )
+        processes.train_in_processes(config, locate(None, used.path, config), [])
     lock.release()
 
 
 def test_a_second_start_is_refused_while_the_first_ones_processes_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, config, starts = tmp_path / "run", demo_config([]), []
+    folder, config, starts = tmp_path / "run", demo_config(TWO), []
 
     def start() -> None:
-        processes.train_in_processes(ParallelRequest(processes=2), locate(None, folder, config), [])
+        processes.train_in_processes(config, locate(None, folder, config), [])
 
     def launched(*_: object) -> int:
         starts.append(1)
@@ -163,9 +161,9 @@ def test_all_start_again_where_one_died_and_not_where_a_run_is_refused(
         return 1
 
     monkeypatch.setattr(processes, "launch", launched)
-    request = ParallelRequest(processes=2, restarts=2)
+    config = demo_config([*TWO, "parallel.restarts=2"])
     with pytest.raises(typer.Exit) as ended:
-        processes.train_in_processes(request, Target(run_dir=RunDir(folder), resumes=True), [])
+        processes.train_in_processes(config, Target(run_dir=RunDir(folder), resumes=True), [])
     assert (ended.value.exit_code, len(began)) == (code or 7, starts)
     last = capsys.readouterr().err.splitlines()[-1]
     assert ("rank 1 has ended" if code else "ended without a word") in last
