@@ -22,18 +22,20 @@ from tests.engine import forked
 
 ROOT = Path(__file__).parents[2]
 SOAK = pytest.mark.slow
-# Stands in for a package on a disk that is slow: it says that it is being read, and goes on.
-SLOW = """
+# Stands in for a package on a disk that is slow: it says that it is being read, and goes on. In
+# short sleeps: a signal that comes between Python's look at signals and a sleep does not end it.
+SLEEPING = "for _ in range(600): time.sleep(0.1)"
+SLOW = f"""
 import pathlib, time
 pathlib.Path(__file__).with_name("read").touch()
-time.sleep(60)
+{SLEEPING}
 """
 # As a class body does in Python 3.11, where a descriptor is given its name.
 TURNING = SLOW.replace(
-    "time.sleep(60)",
-    """
+    SLEEPING,
+    f"""
 try:
-    time.sleep(60)
+    {SLEEPING}
 except KeyboardInterrupt as error:
     raise RuntimeError("Error calling __set_name__") from error
 """,
