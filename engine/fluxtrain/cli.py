@@ -232,12 +232,13 @@ def inspect(
 def dry_run(
     config: Config = None,
     demo: Demo = False,
+    steps: options.DrySteps = options.DRY_STEPS,
     sets: Sets = None,
     device: Device = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Train three real steps and leave nothing behind.
+    """Train a few real steps and leave nothing behind.
 
     Shows predicted and measured values side by side.
     """
@@ -248,11 +249,11 @@ def dry_run(
     chosen, overrides = processes.with_planned_mode(chosen, config, demo, overrides, None)
     if chosen.parallel.processes > 1 and not processes.launched():
         words = processes.named(config, demo=demo, overrides=overrides)
-        processes.try_in_processes(chosen, words, json=json)
+        processes.try_in_processes(chosen, words, steps, json=json)
     with Importing():
         from fluxtrain.commands import dry_run as trial
 
-    found = trial.dry_run(chosen)
+    found = trial.dry_run(chosen, steps)
     if found is not None:  # else another rank tells
         answer(found, trial.table, json=json)
 

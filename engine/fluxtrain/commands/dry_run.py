@@ -1,4 +1,4 @@
-"""`fluxtrain dry-run`: train three real steps and compare them with the plan's prediction.
+"""`fluxtrain dry-run`: train a few real steps and compare them with the plan's prediction.
 
 The trainer runs in a temporary run directory: it reads the weights, takes the batch size of the
 run, and updates. No checkpoint is written, nothing is evaluated and no model is saved.
@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from fluxtrain.commands.options import DRY_STEPS
 from fluxtrain.commands.processes import is_follower, launched
 from fluxtrain.config.cadence import Cadence
 from fluxtrain.config.choices import choose_schedule
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from fluxtrain.train.checkpoint.run_state import RunState
     from fluxtrain.train.session import Session
 
-STEPS = 3
 _LEFT_NOTHING = "the dry run was stopped and left nothing"
 
 
@@ -72,7 +72,7 @@ class DryRun(Run):
         """Make a writer that writes no checkpoint."""
         return NoCheckpoints(
             self._session.run_dir.checkpoints,
-            Cadence(every="end", total_steps=STEPS, share=1.0),
+            Cadence(every="end", total_steps=1, share=1.0),
             1,
             self._session.announcer,
             {},
@@ -105,8 +105,9 @@ class ComputingDryRun(ComputingRun, DryRun):
     """The dry run of another rank, which shares memory with rank 0."""
 
 
-def dry_run(config: RunConfig) -> DryRunAnswer | None:
-    """Train `STEPS` steps as `config` says and compare; progress goes to standard error.
+def dry_run(config: RunConfig, steps: int = DRY_STEPS) -> DryRunAnswer | None:
+    """Train so many steps (two at least) as `config` says and compare; progress goes to standard
+    error.
 
     Return None in a rank that keeps no records.
 
@@ -119,7 +120,7 @@ def dry_run(config: RunConfig) -> DryRunAnswer | None:
         run = RunDir(folder / "run")
         try:
             with contextlib.redirect_stdout(sys.stderr):
-                _train(_shortened(config), Target(run_dir=run, resumes=False))
+                _train(_shortened(config, steps), Target(run_dir=run, resumes=False))
         except Interrupted as stopped:  # its message names the folder, which is deleted now
             raise Interrupted(_LEFT_NOTHING, stopped.exit_code) from None
         if is_follower():
@@ -202,11 +203,11 @@ def table(found: DryRunAnswer) -> str:
     return "\n".join(lines)
 
 
-def _shortened(config: RunConfig) -> RunConfig:
-    """Return the configuration with three steps and nothing between them."""
+def _shortened(config: RunConfig, steps: int) -> RunConfig:
+    """Return the configuration with so many steps and nothing between them."""
     raw = config.model_dump(mode="json")
     raw["train"] |= {
-        "steps": STEPS, "warmup_steps": STEPS, "evaluate_every": "end", "checkpoint_every": "end",
+        "steps": steps, "warmup_steps": steps, "evaluate_every": "end", "checkpoint_every": "end",
         "final_model": "last", "early_stopping_patience": None,
     }  # fmt: skip
     raw["samples"]["prompts"], raw["trackers"]["report_to"] = [], []

@@ -205,6 +205,11 @@ Trust = Annotated[
     bool, typer.Option("--trust-remote-code", help="run Python code that comes with the base")
 ]
 
+# -- of dry-run ------------------------------------------------------------------------------------
+
+DRY_STEPS = 3
+DrySteps = Annotated[int, typer.Option("--steps", min=2, help="how many; the first one warms up")]
+
 # -- of evaluate and generate ----------------------------------------------------------------------
 
 Model = Annotated[

@@ -122,13 +122,15 @@ def named(config: Path | None, *, demo: bool, overrides: Sequence[str]) -> list[
     return words + [word for one in overrides for word in ("--set", one)]
 
 
-def try_in_processes(config: RunConfig, words: Sequence[str], *, json: bool) -> NoReturn:
-    """Make a dry run in its processes; end this one as it ended.
+def try_in_processes(
+    config: RunConfig, words: Sequence[str], steps: int, *, json: bool
+) -> NoReturn:
+    """Make a dry run of so many steps in its processes; end this one as it ended.
 
     Raises what `fluxtrain plan` refuses, before they start.
     """
     asyncio.run(ask_engine(PlanAnswer, *words))
-    words = ["dry-run", *words, *["--json"] * json]
+    words = ["dry-run", *words, "--steps", str(steps), *["--json"] * json]
     status = launch(words, config.parallel.processes, lambda: None)
     if status in (EXIT_INTERRUPTED, EXIT_TERMINATED):
         raise Interrupted("all processes of the dry run were ended at once", status)

@@ -77,7 +77,7 @@ class ShardedEngine:
         """`shards` are the ranks that hold one copy of the model together."""
         self.model, self.parts, self.loose = model, parts, loose
         self._shards_here = list(model.parameters())  # a pass puts whole ones in their places
-        self.device, self.plan, self.chunk_rows = device, plan, 0
+        self.device, self.plan, self.chunk_rows = device, plan, plan.layout.chunk_rows
         self.cards = [Card(device, CardCounts(device.torch_device))]
         self.exchanges: list[Exchange] = []  # of compressed gradients
         self.units: dict[str, nn.Module] = {}  # gathered at once; "" is the model itself
