@@ -102,6 +102,9 @@ def test_a_runs_own_configuration_comes_back_with_changes(tmp_path: Path) -> Non
     run = a_run(tmp_path / "run", demo_config(["train.steps=7"]))
     assert stored_config(run) == demo_config(["train.steps=7"])
     assert stored_config(run, ["train.steps=9"]).train.steps == 9
+    int8 = ["parallel.mode=fsdp", "comm.compress=int8", "comm.config={block: 128}"]
+    run.run.write_text(json.dumps({"config": demo_config(int8).model_dump(mode="json")}))
+    assert stored_config(run, ["comm.compress=topk"]).comm.config == {}
     run.run.write_text("{}")
     with pytest.raises(BadInput, match=r"no readable run\.json"):
         stored_config(run)

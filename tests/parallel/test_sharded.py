@@ -119,8 +119,30 @@ def test_compressed_gradients_train_alike_and_their_residuals_are_in_the_state(
         assert losses == other
         assert 0 < max(abs(a - b) for a, b in zip(losses, raw, strict=True)) < 0.05
         kept = [name for name in shards if name.startswith("exchange.")]
-        assert kept == ["exchange.0.0of2", "exchange.0.1of2"]
+        between = "shards" if strategy == "FULL_SHARD" else "replicas"
+        assert kept == [f"exchange.{rank}.int8 between {between} on 2 ranks" for rank in (0, 1)]
         assert "model.layers.1" in shards[kept[0]]
+
+
+@pytest.mark.parametrize(
+    "now",
+    [
+        {"comm": {"compress": "topk", "config": {"error_feedback": True}}},
+        {"comm": {"compress": "int8"}},
+        {
+            "comm": {"compress": "int8", "config": {"error_feedback": True}},
+            "sharding_strategy": "NO_SHARD",
+        },
+    ],
+    ids=["another method", "no error feedback", "between other ranks"],
+)
+def test_residuals_of_another_exchange_begin_anew(ranks: Ranks, now: dict[str, Any]) -> None:
+    kept = {"comm": {"compress": "int8", "config": {"error_feedback": True}}}
+    (_, shards), _ = ranks.run(work.train, "full", 2, kept)
+    bare = {name: tensors for name, tensors in shards.items() if not name.startswith("exchange.")}
+    (ours, _), _ = ranks.run(work.train, "full", 2, now, "float32", 2, shards)
+    (anew, _), _ = ranks.run(work.train, "full", 2, now, "float32", 2, bare)
+    assert ours == anew
 
 
 def test_what_cannot_be_sharded_is_refused_with_the_cure() -> None:

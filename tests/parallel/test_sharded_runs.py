@@ -112,6 +112,29 @@ def test_a_run_is_resumed_by_the_same_ranks_and_by_one_process(
     assert _losses(tmp_path / "alone") == pytest.approx(_losses(whole), abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("name", "told"), [("topk", "by topk between shards on 2 ranks"), ("none", "not compressed")]
+)
+def test_a_run_goes_on_with_another_compression_and_says_so_once(
+    ranks: Ranks, config: Path, tmp_path: Path, name: str, told: str
+) -> None:
+    kept = ["comm.compress=int8", "comm.config={error_feedback: true}"]
+    cut = _trained(ranks, config, tmp_path / "cut", "train.steps=2", *kept)
+    assert ranks.run(work.run, str(config), str(cut), [f"comm.compress={name}"], "auto") == ["", ""]
+    assert len(_losses(cut)) == STEPS
+    (said,) = [e.text for e in _events(cut, ev.LogWritten) if "begins anew" in e.text]
+    assert f"compressed by int8 between shards on 2 ranks, and are now {told}:" in said
+
+
+def test_one_process_goes_on_where_ranks_compressed(
+    ranks: Ranks, config: Path, tmp_path: Path
+) -> None:
+    cut = _trained(ranks, config, tmp_path / "cut", "train.steps=2", "comm.compress=int8")
+    settings = load_config(config)
+    train(settings, locate("auto", cut, settings))
+    assert len(_losses(cut)) == STEPS
+
+
 def test_a_dry_run_on_two_ranks_is_told_by_the_first(ranks: Ranks, config: Path) -> None:
     first, second = ranks.run(work.tried, str(config))
     assert second is None

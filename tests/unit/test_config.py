@@ -169,6 +169,36 @@ def test_overrides_win_over_the_file_and_do_not_touch_the_rest(tmp_path: Path) -
     assert config.data.path == "a=b.txt"
 
 
+@pytest.mark.parametrize(
+    ("written_options", "overrides", "options"),
+    [
+        ("compress: int8, config: {block: 128}", ["comm.compress=topk"], {}),
+        ("compress: int8, config: {block: 128}", ["comm.compress=int8"], {"block": 128}),
+        (
+            "compress: int8, config: {block: 128}",
+            ["comm.config={ratio: 0.1}", "comm.compress=topk"],
+            {"ratio": 0.1},
+        ),
+        (
+            "compress: int8, config: {block: 128}",
+            ["comm.compress=topk", "comm.config.ratio=0.1"],
+            {"ratio": 0.1},
+        ),
+        ("config: {block: 128}", ["comm.compress=int8"], {"block": 128}),
+        (
+            "compress: int8, config: {block: 128}",
+            ["comm.config.num_bits=4"],
+            {"block": 128, "num_bits": 4},
+        ),
+    ],
+)
+def test_options_of_a_compression_do_not_go_over_to_another(
+    tmp_path: Path, written_options: str, overrides: list[str], options: dict[str, object]
+) -> None:
+    path = written(tmp_path, f"comm: {{{written_options}}}\nparallel: {{mode: fsdp}}\n")
+    assert load_config(path, overrides).comm.config == options
+
+
 @given(
     steps=st.none() | st.integers(1, 10**9),
     rate=st.just("auto") | st.floats(0, 10, allow_nan=False),

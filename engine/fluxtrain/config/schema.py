@@ -385,6 +385,20 @@ def validate(raw: dict[str, Any], source: str = "configuration") -> RunConfig:
         raise BadInput(f"{source}: {explain(error, keys, raw)}") from None
 
 
+def overridden(raw: dict[str, Any], overrides: list[str], source: str) -> RunConfig:
+    """Check a plain dictionary with overrides; where they name another compression of gradients,
+    the options of the former one do not count."""
+    result = apply_overrides(raw, overrides)
+    if _compression_in(raw) not in (None, _compression_in(result)):
+        result = apply_overrides({**raw, "comm": {**raw["comm"], "config": {}}}, overrides)
+    return validate(result, source)
+
+
+def _compression_in(raw: dict[str, Any]) -> Any:
+    comm = raw.get("comm")
+    return comm.get("compress") if isinstance(comm, dict) else None
+
+
 def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
     """Read a YAML file and apply `section.key=value` overrides.
 
@@ -392,7 +406,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
         BadInput: no such file, not text, not YAML (with the line), empty, unknown keys, bad values.
     """
     raw = parse_yaml(read_text(Path(path)), str(path))
-    return validate(apply_overrides(raw, overrides or []), str(path))
+    return overridden(raw, overrides or [], str(path))
 
 
 def config_of(overrides: list[str]) -> RunConfig | None:

@@ -37,6 +37,10 @@ class TrainingEngine(Protocol):
     exchange: Exchange  # with the other processes of the run
 
     @property
+    def compression(self) -> str:
+        """Tell how gradients are compressed, and between which ranks; "": not at all."""
+
+    @property
     def in_lockstep(self) -> bool:
         """Return whether every rank must compute as often as the others."""
 

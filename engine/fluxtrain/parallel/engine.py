@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from fluxtrain.core.adamw.reference import decode, encode
 from fluxtrain.core.device.device import Device
 from fluxtrain.core.device.spill import Spill
-from fluxtrain.core.optimizer.state_shards import Held
+from fluxtrain.core.optimizer.state_shards import EXCHANGE, Held
 from fluxtrain.core.ranks.exchange import Exchange as NotExchanged
 from fluxtrain.core.runtime.counters import CardCounts, Traffic, held_by_torch
 from fluxtrain.core.updates.loss_scale import LossScale
@@ -32,8 +32,6 @@ from fluxtrain.events.events import MemorySampled, Move, ResidencySampled
 from fluxtrain.methods.optimizer import EngineAdamW
 from fluxtrain.parallel.compress.exchange import Exchange
 from fluxtrain.plan.placement import Placement
-
-EXCHANGE = "exchange."
 
 
 @dataclass(frozen=True)
@@ -89,6 +87,14 @@ class ShardedEngine:
         self.optimizer: torch.optim.Optimizer | None = None
         self.exchange = NotExchanged()  # of the engine that streams: here torch exchanges
         self._shards = shards
+
+    @property
+    def compression(self) -> str:
+        """Tell how gradients are compressed, and between which ranks."""
+        if not self.exchanges:
+            return ""
+        between = "replicas" if self.mesh.ndim == 2 else "shards"
+        return f"{self.exchanges[0].name} between {between} on {distributed.get_world_size()} ranks"
 
     @property
     def unit_names(self) -> list[str]:
@@ -244,8 +250,8 @@ class ShardedEngine:
                 yield part.name, found
         if self.loose:
             yield "loose", {str(i): _whole(p) for i, p in enumerate(self.loose)}
-        for number, exchange in enumerate(self.exchanges):
-            yield from exchange_shards(exchange, number)
+        for exchange in self.exchanges:
+            yield from exchange_shards(exchange, self.compression)
 
     def _gathered(self, part: Part, name: str, parameter: nn.Parameter) -> dict[str, Tensor]:
         state, master = self._states().get(parameter, {}), _whole(parameter)
@@ -263,7 +269,8 @@ class ShardedEngine:
     def load_state_shard(self, name: str, tensors: dict[str, Tensor]) -> None:
         """Take this rank's part of one shard. Raises BadInput when it belongs to another model."""
         if name.startswith(EXCHANGE):
-            load_exchange(self.exchanges, name, tensors)
+            if name == f"{EXCHANGE}{distributed.get_rank()}.{self.compression}":
+                self.exchanges[0].load_state_dict(tensors)
             return
         if name == "loose":
             for number, parameter in enumerate(self.loose):
@@ -322,21 +329,13 @@ class ShardedAdamW(EngineAdamW):
         self._sharded.step(self._adamw)
 
 
-def exchange_shards(exchange: Exchange, number: int) -> Iterator[tuple[str, dict[str, Tensor]]]:
+def exchange_shards(exchange: Exchange, named: str) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Yield what compression keeps on each rank, a shard a rank; a collective."""
     own = {key: tensor.cpu() for key, tensor in exchange.state_dict().items()}
     every: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(every, own)
     for rank, state in enumerate(every):
-        yield f"{EXCHANGE}{number}.{rank}of{len(every)}", state
-
-
-def load_exchange(exchanges: Sequence[Exchange], name: str, tensors: dict[str, Tensor]) -> None:
-    """Go on with what compression kept; begin anew on another number of ranks."""
-    number, _, place = name.removeprefix(EXCHANGE).partition(".")
-    mine = f"{distributed.get_rank()}of{distributed.get_world_size()}"
-    if place == mine and int(number) < len(exchanges):
-        exchanges[int(number)].load_state_dict(tensors)
+        yield f"{EXCHANGE}{rank}.{named}", state
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from fluxtrain.core.runtime.context import Context
 from fluxtrain.errors import BadInput
 from fluxtrain.plan.states import StateFormat
 
+EXCHANGE = "exchange."  # begins the names of shards that a sharded model's compression keeps
 _STEP, _BITS, _LOOSE = "step", "weight_bits", "loose"
 _NAMES: dict[StateFormat, dict[str, str]] = {
     "fp32": {"m": "m", "v": "v"},
@@ -99,6 +100,8 @@ def weights_of_shard(name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]
 def load_state_shard(context: Context, name: str, tensors: dict[str, Tensor]) -> None:
     """Restore one shard exactly. Raises BadInput if it belongs to another model."""
     context.flush()
+    if name.startswith(EXCHANGE):
+        return
     if name == _LOOSE:
         for i, parameter in enumerate(context.loose):
             _copy(parameter.data, tensors, str(i), name)

@@ -37,6 +37,7 @@ class Engine(Context):
 
     adapters: tuple[str, ...] = ()  # names of peft's in the model that was wrapped
     again: Callable[[nn.Module], None]  # wraps the model once more, with what was put into it
+    compression = ""
 
     @property
     def in_lockstep(self) -> bool:

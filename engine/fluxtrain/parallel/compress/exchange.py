@@ -69,6 +69,7 @@ class Exchange:
 
         Raises BadInput where the method cannot sum over so many ranks.
         """
+        self.name = method.compressor.name
         self._compressor = method.compressor.for_ranks(group.size())
         self._feedback, self._group, self._ranks = method.feedback, group, group.size()
         self.counts = Counts()
@@ -126,10 +127,10 @@ class Exchange:
         return {**self.residuals, "draws": self.draws.get_state()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Go on from `state_dict` of this rank."""
+        """Go on from `state_dict` of this rank; residuals are of use to error feedback alone."""
         self.draws.set_state(state["draws"].cpu())
-        device = self.draws.device
-        self.residuals = {key: t.to(device) for key, t in state.items() if key != "draws"}
+        kept = {key: t.to(self.draws.device) for key, t in state.items() if key != "draws"}
+        self.residuals = kept if self._feedback else {}
 
     def _residual(self, key: str, rows: Tensor) -> Tensor | None:
         kept = self.residuals.get(key)

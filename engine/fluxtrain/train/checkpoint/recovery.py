@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import fluxtrain
-from fluxtrain.config.schema import RunConfig, validate
+from fluxtrain.config.schema import RunConfig, overridden
 from fluxtrain.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, BadInput, Interrupted
 from fluxtrain.events.run_folder.own_files import refuse_odd_places
 from fluxtrain.events.run_folder.run_dir import RunDir, find_run, runs_root
@@ -134,8 +134,6 @@ def stored_config(run_dir: RunDir, overrides: list[str] | None = None) -> RunCon
     Raises:
         BadInput: no configuration can be read, or a link stands in its folder.
     """
-    from fluxtrain.config.text import apply_overrides
-
     refuse_odd_places(run_dir)
     told: Any = None
     content: Any = None
@@ -149,7 +147,7 @@ def stored_config(run_dir: RunDir, overrides: list[str] | None = None) -> RunCon
             f"{run_dir.path} has no readable run.json: name its configuration file as well"
         )
     try:
-        return validate(apply_overrides(content, overrides or []), str(run_dir.run))
+        return overridden(content, overrides or [], str(run_dir.run))
     except BadInput as error:
         versions = told.get("versions")
         by = versions.get("fluxtrain") if isinstance(versions, dict) else None

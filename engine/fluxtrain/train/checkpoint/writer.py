@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fluxtrain.config.cadence import Cadence
+from fluxtrain.core.optimizer.state_shards import EXCHANGE
 from fluxtrain.core.ranks.join import ALONE
 from fluxtrain.errors import BadInput, DoesNotFit, FluxTrainError, NoSpace
 from fluxtrain.events.emitter import Announcer
@@ -384,6 +385,13 @@ class CheckpointWriter:
         if engine.loss_scale is not None:
             engine.loss_scale.load_state_dict(content["loss_scale"])
         self.load_weights(checkpoint, engine)
+        before, now = _compression_of(checkpoint), engine.compression
+        if before not in ("", now):
+            self._announcer.warn(
+                f"gradients were compressed by {before}, and are now "
+                f"{f'by {now}' if now else 'not compressed'}: what compression keeps from step to "
+                "step begins anew"
+            )
         engine.chunk_rows = chunk_rows_of(content, self._chunk_rows_set, self._announcer.warn)
         restore_random_state(content["random"])
         tell_of_threads(content["threads"], self._announcer.warn)
@@ -469,6 +477,12 @@ class CheckpointWriter:
         if not _stands(last):
             return f"the last checkpoint ({last.path}, step {last.step}) was removed by others"
         return f"the last good checkpoint is {last.path} (step {last.step})"
+
+
+def _compression_of(checkpoint: Checkpoint) -> str:
+    """Return the compression of gradients that a checkpoint has the state of; "" if of none."""
+    named = [name for name, _ in checkpoint.shards if name.startswith(EXCHANGE)]
+    return named[0].split(".", 2)[2] if named else ""
 
 
 def _stands(last: Checkpoint) -> bool:
