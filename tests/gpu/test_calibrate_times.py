@@ -95,7 +95,7 @@ class Fastest:
         found = {
             line: getattr(timed, line).at(64) for line in ("forward", "backward", "outside_forward")
         }
-        found["update"] = timed.parts_s["device_update"]
+        found["update"] = timed.device_update_s
         self.seconds = {what: min(s, self.seconds.get(what, s)) for what, s in found.items()}
 
 
