@@ -175,8 +175,8 @@ def test_data_is_read_in_the_format_that_was_set(tmp_path: Path, said: Any) -> N
     """A log of JSON objects, to be trained on as the text that it is."""
     log = tmp_path / "log.jsonl"
     log.write_text('{"event": 1}\n' * 5)
-    assert check_data(Answers(data_source="file", data_path=str(log))).error is not None
-    check = check_data(Answers(data_source="file", data_path=str(log), **said))
+    assert check_data(Answers(data_source="path", data_path=str(log))).error is not None
+    check = check_data(Answers(data_source="path", data_path=str(log), **said))
     assert check.error is None and check.facts[0] == (
         "format",
         "texts (text), because data.format says so",
