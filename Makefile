@@ -34,10 +34,11 @@ native: $(STAMPS)/runtime ## rebuild the native library
 
 check: lint test ## lint and test, as continuous integration does
 
-lint: dev ## ruff, mypy --strict, import contracts and circles
+lint: dev ## ruff, mypy --strict, types of tests and bench, import contracts and circles
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m mypy
+	$(BIN)/python -m mypy --config-file .ci/mypy-tests.ini
 	$(BIN)/python $(BIN)/lint-imports
 	$(BIN)/python .ci/check_imports.py engine/fluxtrain fluxtui
 

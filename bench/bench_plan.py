@@ -100,7 +100,7 @@ def config_of(shape: dict[str, Any]) -> PreTrainedConfig:
 
 def configuration(case: dict[str, Any], device: str, steps: int, text: Path) -> dict[str, Any]:
     """What `fluxtrain train` is told."""
-    placement = {
+    placement: dict[str, Any] = {
         key: case[key] for key in ("offload", "device_groups", "resident_blocks") if key in case
     }
     placement |= {"chunk_rows": case["chunk"]} if "chunk" in case else {}

@@ -17,6 +17,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -93,7 +94,7 @@ def run(options: argparse.Namespace, model: Path, name: str, cache: Path) -> Non
     """Train, and print when each phase began, from the start of the process."""
     folder = options.out / name.replace(" ", "-")
     folder.mkdir(parents=True, exist_ok=True)
-    config = {
+    config: dict[str, dict[str, Any]] = {
         "model": {"path": str(model)},
         "data": {"path": "demo", "sequence_length": 512},
         "method": {"name": "qlora", "base": "nf4-double"},

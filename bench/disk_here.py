@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from fluxtrain.core.memory.group import Group
 from fluxtrain.core.memory.packed import kept_name
@@ -31,7 +32,7 @@ def rates_with(rates: Rates | None, home: DiskHome | None) -> Rates | None:
     """Return the rates with those of the disk."""
     if rates is None or home is None:
         return rates
-    disk = {"disk_bytes_per_s": home.read_bytes_per_s}
+    disk: dict[str, Any] = {"disk_bytes_per_s": home.read_bytes_per_s}
     if home.write_bytes_per_s:
         disk["disk_write_bytes_per_s"] = home.write_bytes_per_s
     return replace(rates, **disk)

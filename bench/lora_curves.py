@@ -103,7 +103,7 @@ def trained(loop: Any, tokens: Tensor, steps: int, options: argparse.Namespace) 
     return [float(loss) for loss in told]
 
 
-def streamed(model: LlamaForCausalLM, method: str, options: argparse.Namespace) -> FluxLoop:
+def streamed(model: LlamaForCausalLM, method: Any, options: argparse.Namespace) -> FluxLoop:
     """FluxTrain's loop, as its trainer drives it, with every block streamed."""
     if method != "full":
         settings = MethodSettings(name=method, rank=RANK)

@@ -98,8 +98,10 @@ def trained(
 ) -> dict[str, Tensor]:
     """Train for some steps on so many cards, or with the blocks dealt so, and the head's tokens in
     such chunks; return all weights and states, and what each loss was."""
-    dealt = isinstance(cards, Sequence)
-    engine = wrapped_as_dealt(model, cards, **how) if dealt else wrapped(model, cards, **how)
+    if isinstance(cards, Sequence):
+        engine = wrapped_as_dealt(model, cards, **how)
+    else:
+        engine = wrapped(model, cards, **how)
     engine.plan = replace(engine.plan, head_dealing=head_dealing)
     engine.head_tokens = head_tokens
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.1)

@@ -21,7 +21,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "offloaded rows": {"offload": "max", "chunk_rows": 2},
 }
 Inside = Callable[[nn.Module, Tensor], Any]  # what a block computes
-Around = Callable[[nn.Module, Tensor], Tensor]  # what the model does with it
+Around = Callable[..., Tensor]  # what the model does with it
 
 
 class Block(nn.Module):

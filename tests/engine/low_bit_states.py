@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -50,7 +52,7 @@ class Held:
         blocks = -(-n // BLOCK)
         dtype = torch.uint8 if kind == "8bit" else torch.bfloat16
         scales = (torch.zeros(blocks), torch.zeros(blocks)) if kind == "8bit" else ()
-        self.states = (torch.zeros(n, dtype=dtype), torch.zeros(n, dtype=dtype), *scales)
+        self.states: Any = (torch.zeros(n, dtype=dtype), torch.zeros(n, dtype=dtype), *scales)
         if kind == "fp32":
             m, v = (any_floats(n, seed + more, wild) for more in (1, 2))
             self.states = (m, v.square())
@@ -101,10 +103,12 @@ class Held:
         if self.kind == "8bit":
             master, self.states = reference.adamw8(master, States8(*self.states), grad, c)
         elif self.kind == "bf16":
-            master, *states = reference.adamw16(master, *self.states, grad, c, rounding(7, step, 0))
+            m, v = self.states
+            master, *states = reference.adamw16(master, m, v, grad, c, rounding(7, step, 0))
             self.states = tuple(states)
         else:
-            master, *states = reference.adamw(master, *self.states, grad, c)
+            m, v = self.states
+            master, *states = reference.adamw(master, m, v, grad, c)
             self.states = tuple(states)
         self.weights, self.lo = (master, None) if self.lo is None else encode(master)
 

@@ -62,6 +62,7 @@ class Averages(Part):
 
     def __init__(self) -> None:
         super().__init__()
+        self.mean: Tensor
         self.register_buffer("mean", torch.zeros(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:

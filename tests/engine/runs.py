@@ -10,9 +10,12 @@ import torch
 from safetensors.torch import load_file
 
 from fluxtrain.config.schema import load_config
+from fluxtrain.data.prepare import PreparedData
 from fluxtrain.events import events as ev
 from fluxtrain.events.journal import read_events
+from fluxtrain.methods.text_task import TextTask
 from fluxtrain.train.checkpoint.recovery import locate
+from fluxtrain.train.inputs import Inputs
 from fluxtrain.train.run import train
 
 MakeConfig = Callable[..., Path]
@@ -38,6 +41,11 @@ def of(kind: type[Any], events: list[Any]) -> list[Any]:
 def told(run_dir: Path, kind: type[Any]) -> list[Any]:
     """The events of a kind in a run's journal."""
     return of(kind, list(read_events(run_dir / "events.ndjson")))
+
+
+def text_data(inputs: Inputs) -> PreparedData:
+    assert isinstance(inputs.task, TextTask)
+    return inputs.task.data
 
 
 def losses(events: list[Any]) -> list[float]:

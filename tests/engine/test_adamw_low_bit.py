@@ -64,7 +64,8 @@ def test_ranges_of_bf16_states_round_as_the_oracle_wherever_they_begin(
     grad = any_floats(n, 21, True).to(layout[1])
     master = got.weights if got.lo is None else decode(got.weights, got.lo)
     c = coefficients(HYPER, 1)
-    expected, *moments = reference.adamw16(master, *got.states, grad, c, from_first)
+    m, v = got.states
+    expected, *moments = reference.adamw16(master, m, v, grad, c, from_first)
     step_(got.flat(grad, from_first), AdamWUpdate(hyper=HYPER, step=1))
     assert all(same_bits(x, y) for x, y in zip(got.states, moments, strict=True))
     updated = got.weights if got.lo is None else decode(got.weights, got.lo)

@@ -148,7 +148,7 @@ def slow_writer(arguments: list[str]) -> None:
 
     real = shard_file.HashingFile.write
 
-    def write(self: Any, data: bytes) -> None:
+    def write(self: Any, data: Any) -> None:
         time.sleep(0.004)
         real(self, data)
 

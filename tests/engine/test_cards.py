@@ -160,7 +160,7 @@ def test_several_passes_a_step_and_updates_in_backward_keep_the_bits() -> None:
 @pytest.mark.parametrize("frozen", ["plain", "nf4", "int8"])
 @pytest.mark.thinned(2)
 def test_adapters_on_frozen_and_packed_weights_keep_the_bits(
-    frozen: str, monkeypatch: pytest.MonkeyPatch
+    frozen: states.StorageFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(states, "LEAST_PACKED", 1024)
     found = []

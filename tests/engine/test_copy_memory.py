@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import psutil
 import pytest
@@ -108,7 +109,7 @@ def test_a_limit_of_addresses_leaves_fresh_memory() -> None:
     ],
 )  # fmt: skip
 def test_memory_is_made_when_a_checkpoint_nears(
-    every: object, step: int, passed_s: float, nears: bool
+    every: Any, step: int, passed_s: float, nears: bool
 ) -> None:
     now = [0.0]
     cadence = Cadence(

@@ -17,6 +17,7 @@ from fluxtrain.errors import BadInput
 from fluxtrain.events.answers.answers import InspectionAnswer
 from fluxtrain.events.answers.asking import decoded
 from fluxtrain.train.inputs import load_inputs
+from tests.engine.runs import text_data
 
 MakeConfig = Callable[..., Path]
 
@@ -116,7 +117,7 @@ def test_held_out_data_of_its_own_is_evaluated_on_and_none_of_the_rest(
     held = write(tmp_path, *({"text": f"the dog {i}"} for i in range(20)), {"text": "the fox 3"},
                  name="b.jsonl")  # fmt: skip
     config = run_config(data__path=trained, data__held_out_path=held, data__sequence_length=16)
-    data = load_inputs(load_config(config)).task.data
+    data = text_data(load_inputs(load_config(config)))
     assert data.trained.token_count == data.tokens
     assert data.held_out.token_count > 0 and data.documents == 60
     assert any("held-out documents that are trained on too: 1" in line for line in data.told)

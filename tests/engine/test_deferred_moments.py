@@ -89,10 +89,11 @@ def test_the_moments_come_last_group_first_after_all_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     training = Training(build(), deferred=True)
-    training.engine.device.recorder.begin_step(1)
+    recorder: Any = training.engine.device.recorder
+    recorder.begin_step(1)
     training.steps(1)
     training.engine.flush()
-    notes = [n for n in training.engine.device.recorder.notes if getattr(n, "lane", "") == "cpu"]
+    notes = [n for n in recorder.notes if getattr(n, "lane", "") == "cpu"]
     done = [(note.kind, note.name) for note in sorted(notes, key=lambda note: note.start)]
     names = [group.name for group in training.engine.groups]
     assert done == [("update", n) for n in names] + [("moments", n) for n in reversed(names)]
@@ -132,5 +133,6 @@ def test_a_wait_for_moments_is_booked_and_shown_as_one(held: Hold) -> None:
     training.engine.take_stalls()
     held.assert_waits(loss.backward, hold_s=4 * HOLD_S)
     assert training.engine.take_stalls()["moments"] > 0
-    stalls = [n for n in training.engine.device.recorder.notes if getattr(n, "lane", "") == "stall"]
+    notes: Any = training.engine.device.recorder.notes
+    stalls = [n for n in notes if getattr(n, "lane", "") == "stall"]
     assert "moments" in {note.kind for note in stalls}

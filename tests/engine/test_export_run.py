@@ -58,7 +58,7 @@ def test_the_merged_model_computes_what_was_trained(
     assert answer.folder == str(tmp_path / "run" / "merged")
     assert answer.logits is not None and answer.logits.source.endswith("sentences.txt")
     assert answer.dtype == "bfloat16"
-    storage = given.get("base", "nf4-double") if given["name"] == "qlora" else "plain"
+    storage: Any = given.get("base", "nf4-double") if given["name"] == "qlora" else "plain"
     assert answer.onto == ("original" if storage == "plain" else f"dequantised ({storage})")
     merged = AutoModelForCausalLM.from_pretrained(answer.folder, dtype=torch.bfloat16).eval()
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "llama-float32", dtype=torch.bfloat16)

@@ -15,6 +15,7 @@ from fluxtrain.errors import DoesNotFit, MisusedModel
 from fluxtrain.plan.depths import ring_depth
 from fluxtrain.plan.facts import Capacity
 from fluxtrain.plan.footprint import Layout, footprint
+from fluxtrain.plan.states import StateFormat
 from tests.wrap_with import wrap_with
 
 LAYERS = 8
@@ -24,7 +25,7 @@ CONFIG = LlamaConfig(
 )  # fmt: skip
 
 
-def wrapped(states: str = "fp32") -> tuple[nn.Module, Engine, torch.optim.AdamW]:
+def wrapped(states: StateFormat = "fp32") -> tuple[nn.Module, Engine, torch.optim.AdamW]:
     torch.manual_seed(0)
     model = LlamaForCausalLM(CONFIG).to(torch.bfloat16)
     fluxtrain.wrap(model, device="cpu", offload="weights", overlap=True, states=states)
@@ -48,7 +49,7 @@ def held(engine: Engine) -> list[Group]:
 
 
 @pytest.mark.parametrize("states", ["fp32", "8bit"])
-def test_a_few_blocks_hold_gradients_and_the_plan_knows(states: str) -> None:
+def test_a_few_blocks_hold_gradients_and_the_plan_knows(states: StateFormat) -> None:
     model, engine, optimizer = wrapped(states)
     for seed in range(4):
         step(model, optimizer, seed, in_backward=True)

@@ -29,7 +29,7 @@ class Held:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.last = self.engine.groups[0]
         self._gate = threading.Event()
-        device = self.engine.device
+        device: Any = self.engine.device
         download = device.download
 
         def held(to: Tensor, source: Tensor) -> Any:

@@ -198,10 +198,10 @@ def test_gradients_of_passes_are_those_of_everything_on_the_device(
             n: p.grad.detach().float() for n, p in model.named_parameters() if p.grad is not None
         }
         found.append((norm.value(), gradients))
-    (norm, wanted), (told, gradients) = found
+    (expected, wanted), (told, gradients) = found
     exact = head == "whole"
     least = {torch.float32: 1e-6, torch.bfloat16: 1e-2}[dtype]
-    assert told == pytest.approx(norm, rel=0 if exact else least)
+    assert told == pytest.approx(expected, rel=0 if exact else least)
     for name, value in wanted.items():
         off = float((gradients[name] - value).norm() / value.norm())
         assert off <= (0 if exact else least), name

@@ -180,7 +180,7 @@ def test_any_inputs_may_leave_after_any_block(evicted: list[bool], offloaded: bo
     weights = []
     for leaving in (False, True):
         model = Chain(6)
-        activations = "host" if offloaded else "device"
+        activations: Any = "host" if offloaded else "device"
         request = fluxtrain.PlacementRequest(offload="weights", activations=activations)
         fluxtrain.wrap(model, device="cpu", chunk_rows=4, placement=request)
         card = engine_of(model).cards[0]

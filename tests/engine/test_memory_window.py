@@ -87,9 +87,8 @@ def group(value: int, elements: int = SIZE) -> Group:
 
 def window(slots: int, device: Any = None) -> tuple[Window, list[tuple[str, str]]]:
     moves: list[tuple[str, str]] = []
-    made = Window(
-        device or LazyDevice(), lambda g, cause, transfer, size: moves.append((g.name, cause))
-    )
+    home: Any = device or LazyDevice()
+    made = Window(home, lambda g, cause, transfer, size: moves.append((g.name, cause)))
     for _ in range(slots):
         made.add_slot(4 * SIZE)
     return made, moves

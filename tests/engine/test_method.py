@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fluxtrain.config.schema import MethodSettings, load_config, validate
+from fluxtrain.config.schema import MethodSettings, RunConfig, load_config, validate
 from fluxtrain.events import events as ev
 from fluxtrain.events.journal import read_events
 from fluxtrain.methods import method as methods
@@ -26,7 +26,7 @@ SAVED = "head.safetensors"
 class HeadAlone(FullFineTuning):
     """Trains the output layer, and saves that alone."""
 
-    def prepare(self, model: Any, settings: MethodSettings) -> tuple[()]:
+    def prepare(self, model: Any, config: RunConfig) -> tuple[()]:
         self.before = {name: p.detach().clone() for name, p in model.named_parameters()}
         model.requires_grad_(False)
         model.lm_head.requires_grad_(True)

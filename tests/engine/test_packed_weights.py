@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def small_weights_are_packed() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def expected(small_weights_are_packed: None) -> dict[str, list[float]]:
     """The losses of a resident model that holds the unpacked weights."""
-    found = {}
+    found: dict[str, list[float]] = {}
     for storage in PACKED_FORMATS:
         model = llama()
         with_unpacked(model, storage)
@@ -110,7 +110,7 @@ def fresh_dora(model: nn.Module) -> Any:
 
 
 def test_a_resident_block_uploads_its_trained_bytes_alone() -> None:
-    for storage in ("plain", *PACKED_FORMATS):
+    for storage in get_args(states.StorageFormat):
         model = fluxtrain.wrap(adapted(llama()), device="cpu", offload="optimizer", frozen=storage)
         engine = engine_of(model)
         trained(model, steps=2)

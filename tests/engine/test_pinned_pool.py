@@ -56,7 +56,8 @@ def test_what_was_never_fetched_is_waited_for_before_its_memory_serves_again(
             self.waited = True
             raise RuntimeError("the copy was never made")
 
-    pool, copy = PinnedPool(), Late()
+    copy: Any = Late()
+    pool = PinnedPool()
     buffer = pool.take(64)
     buffer.unawaited = copy
     pool.give_back(buffer)

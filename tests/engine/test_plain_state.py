@@ -205,7 +205,7 @@ def _no_scales(held: dict[Any, Any]) -> None:
     del held[0]["exp_avg_scale"]
 
 
-BROKEN = {
+BROKEN: dict[Callable[[dict[Any, Any]], None], str] = {
     _garbage: "is of type str, not a dict",
     _no_second_moment: "has no 'exp_avg_sq'",
     _another_shape: r"has \(3,\) for 'exp_avg_sq', and the parameter is \(96, 96\)",

@@ -46,7 +46,7 @@ def base(model_folder: Folder) -> Path:
 
 @pytest.fixture
 def adapters(base: Path, tmp_path: Path) -> dict[str, Path]:
-    made = {
+    made: dict[str, dict[str, Any]] = {
         "four": {"r": 4, "target_modules": ["q_proj", "v_proj"], "lora_alpha": 64},
         "eight": {"r": 8, "lora_alpha": 48},
         "sixteen": {"r": 16, "lora_alpha": 64, "use_rslora": True},

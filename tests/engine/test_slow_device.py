@@ -91,7 +91,7 @@ LOOPS = [
     with_a_scaler, with_the_engines_norm, in_two_passes, with_steps_left_out, with_evaluations,
     in_backward,
 ]  # fmt: skip
-PLACES = [
+PLACES: list[dict[str, Any]] = [
     {},
     {"device_groups": 3, "device_first": "blocks"},  # 0, 1 and 3
     {"offload": "max"},

@@ -19,6 +19,7 @@ from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.core.wrap.grouping import facts_of
 from fluxtrain.errors import BadInput
 from fluxtrain.plan import states as state_formats
+from fluxtrain.plan.states import StateFormat
 from tests.wrap_with import wrap_with
 
 FORMATS = pytest.mark.parametrize("states", ["bf16", "8bit"])
@@ -90,16 +91,16 @@ class Oracle:
     def step(self, hyper: Hyper, step: int, scale: float) -> None:
         c = coefficients(hyper, step, scale)
         for i, segment in enumerate(self.segments):
-            args = (self.master[i], self.states[i], segment.gradient, c)
+            w, states, grad = self.master[i], self.states[i], segment.gradient
             if segment.format == "8bit":
-                self.master[i], self.states[i] = reference.adamw8(*args)
+                self.master[i], self.states[i] = reference.adamw8(w, states, grad, c)
             elif segment.format == "bf16":
                 key = rounding(segment.seed, step, 0)
                 self.master[i], *self.states[i] = reference.adamw16(
-                    args[0], *args[1], *args[2:], key
+                    w, states[0], states[1], grad, c, key
                 )
             else:
-                self.master[i], *self.states[i] = reference.adamw(args[0], *args[1], *args[2:])
+                self.master[i], *self.states[i] = reference.adamw(w, states[0], states[1], grad, c)
             if segment.split:
                 self.master[i] = reference.decode(*reference.encode(self.master[i]))
 
@@ -120,7 +121,7 @@ class Oracle:
 @DTYPES
 @pytest.mark.parametrize("offload", ["weights", "none"])
 def test_clipped_steps_equal_the_oracle(
-    states: str, dtype: torch.dtype, offload: str, tiny: Any, batch: Any
+    states: StateFormat, dtype: torch.dtype, offload: str, tiny: Any, batch: Any
 ) -> None:
     model = fluxtrain.wrap(tiny("llama", dtype), offload=offload, chunk_rows=2, states=states)
     engine = engine_of(model)
@@ -144,7 +145,7 @@ def test_clipped_steps_equal_the_oracle(
 @FORMATS
 @DTYPES
 def test_every_placement_trains_to_the_same_bits(
-    states: str, dtype: torch.dtype, tiny: Any, batch: Any
+    states: StateFormat, dtype: torch.dtype, tiny: Any, batch: Any
 ) -> None:
     results = []
     for options in (
@@ -189,7 +190,7 @@ def test_steps_in_backward_equal_exact_ones_without_clipping(
 @FORMATS
 @DTYPES
 def test_a_training_saved_and_loaded_goes_on_with_the_same_bits(
-    states: str, dtype: torch.dtype, tiny: Any, batch: Any
+    states: StateFormat, dtype: torch.dtype, tiny: Any, batch: Any
 ) -> None:
     """By the engine's shards, and by state_dict() of model and optimizer."""
     model = fluxtrain.wrap(tiny("llama", dtype), chunk_rows=2, states=states)
@@ -219,7 +220,7 @@ def test_a_training_saved_and_loaded_goes_on_with_the_same_bits(
 @pytest.mark.parametrize("target", ["fp32", "bf16", "8bit"])
 @pytest.mark.thinned(2)
 def test_an_optimizers_state_is_taken_over_into_another_format(
-    source: str, target: str, tiny: Any, batch: Any
+    source: StateFormat, target: StateFormat, tiny: Any, batch: Any
 ) -> None:
     model = fluxtrain.wrap(tiny("llama"), chunk_rows=2, states=source)
     optimizer = adamw(model)

@@ -40,7 +40,7 @@ def step(number: int) -> ev.StepFinished:
 class Kept:
     """A tracker that keeps what it gets; `act` comes before each report."""
 
-    def __init__(self, act: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, act: Callable[[], object] = lambda: None) -> None:
         self.act, self.told = act, []  # type: ignore[var-annotated]
 
     def start(self, run: TrackedRun) -> str:
@@ -73,7 +73,7 @@ def test_numbers_go_in_order_with_the_newest_memory_and_without_what_is_not_fini
 ) -> None:
     tracker, said = Kept(), list[str]()
     one = feed(tracker, tmp_path, said)
-    memory = dict.fromkeys(ev.MemorySampled.__struct_fields__[4:])
+    memory: dict[str, Any] = dict.fromkeys(ev.MemorySampled.__struct_fields__[4:])
     one.put(ev.MemorySampled(**{**memory, "device_by": {}, "host_arena_bytes": 0,
                                 "host_pinned_bytes": 0, "host_rss_bytes": 512}))  # fmt: skip
     one.put(step(1))
@@ -132,7 +132,7 @@ def test_a_tracker_that_fails_for_a_while_is_asked_again_and_one_that_goes_on_is
 
 
 def test_one_that_cannot_start_is_said_once(tmp_path: Path) -> None:
-    def broken() -> Kept:
+    def broken() -> Any:
         raise ImportError("wandb needs a newer protobuf")
 
     said: list[str] = []

@@ -18,6 +18,7 @@ from fluxtrain.data.reading import sampling
 from fluxtrain.events.answers.answers import InspectedSample, InspectionAnswer
 from fluxtrain.events.answers.asking import decoded
 from fluxtrain.train.inputs import load_inputs
+from tests.engine.runs import text_data
 
 MakeConfig = Callable[..., Path]
 TURNS = [
@@ -59,7 +60,7 @@ def test_what_is_shown_as_trained_has_exactly_the_labels_of_the_run(
 ) -> None:
     config = run_config(data__path=str(talks), data__sequence_length=64, data__held_out=0.0)
     found = inspected(config)
-    data = load_inputs(load_config(config)).task.data
+    data = text_data(load_inputs(load_config(config)))
     rows = data.trained
     labels = np.concatenate([rows[index].labels.ravel() for index in range(len(rows))])
     trained_tokens = int((labels != IGNORED).sum())

@@ -28,7 +28,7 @@ from fluxtrain.methods.text_task import CausalLM
 from fluxtrain.train.evaluate import evaluate
 from fluxtrain.train.inputs import load_inputs
 from fluxtrain.train.loop import TrainingLoop
-from tests.engine.runs import MakeConfig, of, run
+from tests.engine.runs import MakeConfig, of, run, text_data
 
 
 def serial_losses(config: RunConfig, steps: int) -> list[tuple[float, float]]:
@@ -42,7 +42,7 @@ def serial_losses(config: RunConfig, steps: int) -> list[tuple[float, float]]:
                          no_decay=settings.no_decay),
         betas=settings.betas, eps=settings.eps,
     )  # fmt: skip
-    data = BatchSource(inputs.task.data.trained, 4, settings.accumulation, 0)
+    data = BatchSource(text_data(inputs).trained, 4, settings.accumulation, 0)
     told = []
     for step in range(steps):
         rate = 1e-3 * choices.factor("cosine", step, warmup_steps=1, total_steps=steps)
@@ -132,7 +132,7 @@ def test_a_finished_run_leaves_a_model_that_evaluates_the_same_without_fluxtrain
     }
     assert "config" in json.loads((tmp_path / "run" / "run.json").read_text())
     model = AutoModelForCausalLM.from_pretrained(done.model_path)
-    data = load_inputs(load_config(config)).task.data
+    data = text_data(load_inputs(load_config(config)))
     plain = evaluate(CausalLM(), model, in_order(data.held_out, 4))
     assert plain is not None
     assert plain.loss == pytest.approx(done.evaluation_loss, rel=2e-3)
@@ -259,7 +259,7 @@ def test_a_run_pauses_goes_on_saves_and_stops_when_told(
     assert caught.value.exit_code == 143
     assert [ok for ok, _ in control.answers] == [False, True, True, True, True]
     assert "pause, resume, checkpoint, stop" in control.answers[0][1]
-    events = list(read_events(run_dir / "events.ndjson"))
+    events: list[Any] = list(read_events(run_dir / "events.ndjson"))
     assert [a.command for a in of(ev.CommandAnswered, events)] == [c for _, c in script[1:]]
     phases = [phase.phase for phase in of(ev.PhaseChanged, events)]
     assert phases[-1] == "stopping"

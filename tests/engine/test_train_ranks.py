@@ -207,7 +207,7 @@ def test_two_agents_train_one_model_as_two_machines_do(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         end = f"127.0.0.1:{free.getsockname()[1]}"
-    command = [
+    command: list[Any] = [
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"),
         *("--rdzv-backend=c10d", f"--rdzv-endpoint={end}", "--local-addr=127.0.0.1"),
         *("-m", "fluxtrain", "train", config, "--run-dir", run_dir, "--resume", "auto"),
@@ -255,10 +255,10 @@ def test_a_killed_rank_ends_all_and_a_restart_goes_on(
     run_config: MakeConfig, tmp_path: Path, killed: int, restarts: int
 ) -> None:
     config, run_dir = run_config(**{**STEPS, "train__steps": 60}), tmp_path / "run"
-    options = ["--set", "parallel.processes=2", "--set", f"parallel.restarts={restarts}"]
-    command = [sys.executable, "-m", "fluxtrain", "train", config, "--run-dir", run_dir, *options]
+    command: list[Any] = [sys.executable, "-m", "fluxtrain", "train", config, "--run-dir", run_dir]
+    command += ["--set", "parallel.processes=2", "--set", f"parallel.restarts={restarts}"]
     complaints = tmp_path / "complaints"
-    told_to = {"stdout": subprocess.DEVNULL, "stderr": complaints.open("wb")}
+    told_to: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": complaints.open("wb")}
     with subprocess.Popen(command, **told_to) as run:
         while not (run_dir / "checkpoints").is_dir() or not told(run_dir, ev.CheckpointWritten):
             assert run.poll() is None
@@ -291,7 +291,7 @@ def test_whoever_is_killed_in_whatever_phase_all_end_and_the_run_goes_on(
 ) -> None:
     config, run_dir = run_config(**STEPS), tmp_path / "run"
     run(config, tmp_path / "one")
-    command = [sys.executable, "-m", "fluxtrain", "train", config, "--run-dir", run_dir]
+    command: list[Any] = [sys.executable, "-m", "fluxtrain", "train", config, "--run-dir", run_dir]
     command += ["--set", "parallel.processes=2"]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment) as front:
@@ -318,7 +318,7 @@ def test_whoever_is_killed_in_whatever_phase_all_end_and_the_run_goes_on(
 @pytest.mark.slow
 def test_ranks_end_with_what_started_them(run_config: MakeConfig, tmp_path: Path) -> None:
     config, run_dir = run_config(**{**STEPS, "train__steps": 500}), tmp_path / "run"
-    command = [sys.executable, "-m", "fluxtrain", "train", config, "--run-dir", run_dir]
+    command: list[Any] = [sys.executable, "-m", "fluxtrain", "train", config, "--run-dir", run_dir]
     with subprocess.Popen([*command, "--set", "parallel.processes=2"]) as run:
         while not is_in(run_dir, "1"):
             assert run.poll() is None

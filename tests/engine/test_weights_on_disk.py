@@ -151,8 +151,8 @@ def test_weights_move_between_disk_device_and_host_and_back(tmp_path: Path) -> N
     wanted = trained(wrapped(tmp_path / "a", "nf4", 0), steps=4)
     model = wrapped(tmp_path / "b", "nf4", 2)
     group, parameters = on_disk(engine_of(model))[0], model.parameters()
-    rows = {t: replace(group.placement, weights=t, state=s, gradients=s)
-            for t, s in (("device", "device"), ("host", "host"), ("disk", "host"))}  # fmt: skip
+    tiers: Any = {"device": "device", "host": "host", "disk": "host"}
+    rows = {t: replace(group.placement, weights=t, state=s, gradients=s) for t, s in tiers.items()}
     optimizer = torch.optim.AdamW([p for p in parameters if p.requires_grad], lr=1e-3)
     random, losses = torch.Generator().manual_seed(5), []
     torch.manual_seed(9)
@@ -184,7 +184,7 @@ def test_unwrap_gives_what_memory_would_and_before_it_values_are_refused(
 
 
 def test_dora_takes_its_magnitudes_from_the_file(tmp_path: Path) -> None:
-    adapter = {"adapter": {"use_dora": True, "init_lora_weights": True}}
+    adapter: Any = {"adapter": {"use_dora": True, "init_lora_weights": True}}
     base = wrapped(tmp_path / "a", "nf4", 0, **adapter)
     assert same(bits(wrapped(tmp_path / "b", "nf4", 4, **adapter)), bits(base))
 

@@ -83,7 +83,7 @@ def test_a_head_in_order_on_all_gpus_has_the_bits_of_one(
     model = wide(4, vocabulary=24_000)
     model.lm_head.weight.requires_grad_(not frozen)
     other = copy.deepcopy(model)
-    given = {"device": "cuda", "steps": 6, "head_tokens": 11, "head": "whole"}
+    given: dict[str, Any] = {"device": "cuda", "steps": 6, "head_tokens": 11, "head": "whole"}
     one = trained(model, None, **given)
     assert_same(one, trained(other, cards, head_dealing="in_order", **given))
 

@@ -141,7 +141,7 @@ def rank_of_runs(number: int, folder: str, port: int, names: Sequence[str]) -> N
         with pytest.MonkeyPatch.context() as patch:
             if name == "each":
                 patch.setattr(Ranks, "may_share_memory", False)
-            train_as_rank(config, lambda c=config, p=place: locate(None, p, c), truly_told)
+            train_as_rank(config, lambda c=config, p=place: locate(None, p, c), truly_told)  # type: ignore[misc]
     distributed.destroy_process_group()
 
 
@@ -181,7 +181,7 @@ def free_port() -> int:
 
 
 def test_more_processes_than_gpus_are_refused_with_the_cure(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "fluxtrain", "train", "--demo", "--run-dir", tmp_path / "run"]
+    command = [sys.executable, "-m", "fluxtrain", "train", "--demo", "--run-dir", f"{tmp_path}/run"]
     command += ["--set", "parallel.processes=2"]
     one = os.environ | {"CUDA_VISIBLE_DEVICES": "0"}
     answer = subprocess.run(command, env=one, capture_output=True, text=True, check=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 from fluxtrain.core.wrap.engine import Engine, engine_of
-from fluxtrain.models.kernels import choose_kernels
+from fluxtrain.models.kernels import Kernels, choose_kernels
 from tests.wrap_with import wrap_with
 
 pytestmark = [
@@ -36,7 +37,7 @@ def deterministic() -> Iterator[None]:
 class Training:
     """Blocks of which each saves some hundred megabytes a batch."""
 
-    def __init__(self, kernels: str, **placement: object) -> None:
+    def __init__(self, kernels: Kernels, **placement: Any) -> None:
         torch.manual_seed(0)
         config = LlamaConfig(
             hidden_size=1024, intermediate_size=2816, num_hidden_layers=LAYERS,
@@ -46,7 +47,7 @@ class Training:
         self.model = LlamaForCausalLM(config).to(torch.bfloat16).train()
         choose_kernels(kernels, self.model, "cuda")
         wrap_with(
-            self.model, device="cuda", chunk_rows=4, overlap=True, **placement  # type: ignore[arg-type]
+            self.model, device="cuda", chunk_rows=4, overlap=True, **placement,
         )  # fmt: skip
         self.engine: Engine = engine_of(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
@@ -75,7 +76,7 @@ class Training:
     ],
 )
 def test_kept_activations_give_the_bits_of_recomputed_ones(
-    kernels: str, placement: dict[str, object]
+    kernels: Kernels, placement: dict[str, Any]
 ) -> None:
     again, kept = (
         Training(kernels, **placement),

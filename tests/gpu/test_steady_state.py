@@ -71,7 +71,7 @@ class Watch:
         self._made = 0
         make = HostArena.__init__
 
-        def counted(arena: HostArena, size_bytes: int, **how: bool) -> None:
+        def counted(arena: HostArena, size_bytes: int, **how: Any) -> None:
             self._made += 1
             make(arena, size_bytes, **how)
 

@@ -97,8 +97,8 @@ def test_a_computation_is_where_the_host_saw_it() -> None:
         seen.append((before_s - begun_s[-1], time.perf_counter() - begun_s[-1]))
     recorder.end_step()
     start_off_s, stop_off_s = [], []
-    for step, (before_s, after_s) in zip(cut(cutter, STEPS), seen, strict=True):
-        (one,) = step.intervals
+    for lanes, (before_s, after_s) in zip(cut(cutter, STEPS), seen, strict=True):
+        (one,) = lanes.intervals
         assert SLEEP_CYCLES / HIGHEST_HZ < one.duration_s < after_s - before_s + 1e-4
         start_off_s.append(abs(one.start_s - before_s))
         stop_off_s.append(abs(one.stop_s - after_s))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -89,7 +90,7 @@ def test_a_package_has_few_rooms_and_each_says_what_it_is_for(
 def test_the_command_fails_where_something_is_wrong_and_without_a_folder(tmp_path: Path) -> None:
     root = package(tmp_path, a="import made.b", b="import made.a")
     for folders, code in (([root], 1), ([], 1), ([ROOT / "fluxtui"], 0)):
-        command = [sys.executable, SCRIPT, *folders]
+        command: list[Any] = [sys.executable, SCRIPT, *folders]
         told = subprocess.run(command, check=False, capture_output=True, text=True)
         assert told.returncode == code, told.stdout
         assert ("import each other" in told.stdout) == (folders == [root])

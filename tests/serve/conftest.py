@@ -45,7 +45,7 @@ class Served:
 
     service: Service
     url: str
-    keys: dict[str, str]
+    keys: dict[Any, str]
     close: Callable[[], None]
     app: FastAPI
 

@@ -32,7 +32,7 @@ def test_one_worker_answers_for_adapters_and_base_at_once(
     base = tmp_path / "base"
     train_tokenizer(SENTENCES, base, VOCABULARY)
     tiny_model("llama", torch.float32).save_pretrained(base)
-    settings = {"four": {"r": 4, "lora_alpha": 64}, "eight": {"r": 8, "lora_alpha": 48}}
+    settings: Any = {"four": {"r": 4, "lora_alpha": 64}, "eight": {"r": 8, "lora_alpha": 48}}
     folders = {name: make_adapter(base, tmp_path / name, **more) for name, more in settings.items()}
     too_large = make_adapter(base, tmp_path / "large", r=32)
     served = serve(

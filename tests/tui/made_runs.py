@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -22,7 +23,7 @@ BLOCKS = 8
 
 
 def hello(**changes: object) -> ev.Hello:
-    facts = {
+    facts: dict[str, Any] = {
         "run_id": "20261121-031500-demo", "run_dir": "runs/20261121-031500-demo", "pid": 4242,
         "pid_start_s": START_S - 1, "version": "0.1.0", "model": "llama-demo", "method": "full",
         "dtype": "bf16", "device": "cpu", "machine": "2 cores, 8 GiB", "blocks": BLOCKS,

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ async def test_a_flood_does_not_keep_keys_waiting(run: Path, made: ModuleType) -
     from fluxtui.sources.source import EventBatch
     from fluxtui.state.status import Link
 
-    class Flood(made.Alive):
+    class Flood(made.Alive):  # type: ignore[name-defined]
         polls = 0
 
         def poll(self) -> EventBatch:
@@ -38,7 +39,7 @@ async def test_a_flood_does_not_keep_keys_waiting(run: Path, made: ModuleType) -
         for key, name in (("4", "loss"), ("5", "log"), ("6", "plan"), ("1", "dashboard")):
             before = source.polls
             await pilot.press(key)
-            await until(pilot, lambda name=name: name == app.screen.NAME)
+            await until(pilot, lambda name=name: name == app.screen.NAME)  # type: ignore[misc]
             waits.append(source.polls - before)
         assert max(waits) < 60, "batches of the flood that were taken while a key waited"
         assert app.view.state.seen > 250
@@ -83,7 +84,7 @@ async def test_a_killed_trainer_is_told(run: Path, made: ModuleType) -> None:
     ],
 )
 async def test_ctrl_c_says_what_leaves(
-    screen: str, shown: str, said: str, run: Path, made: ModuleType, monkeypatch: pytest.MonkeyPatch
+    screen: Any, shown: str, said: str, run: Path, made: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app = FluxApp(JournalSource(run), sample_machine=False, start_screen=screen)
     told: list[str] = []

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fluxtui.actions.table import PANEL_SCREENS
 from fluxtui.plots.bars import LEVELS, BarPart, cells_of, gauge, partition, sparks
 from fluxtui.plots.braille import DOTS, Canvas, PlotWindow, Series, rounded_ticks
 from fluxtui.plots.timeline import Track, timeline
@@ -241,7 +242,7 @@ SIZES = [
     (200, 60),
     (320, 90),
 ]
-SCREENS = [arrangement.dashboard, arrangement.memory, arrangement.transfer, arrangement.loss]
+SCREENS = [getattr(arrangement, name) for name in PANEL_SCREENS]
 
 
 def covered(places: Arrangement, width: int, height: int) -> list[int]:

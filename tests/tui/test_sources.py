@@ -109,8 +109,8 @@ def test_a_long_journal_is_read_in_bounded_pieces(tmp_path: Path, made: ModuleTy
         sizes.append(len(batch.events))
         if not batch.more:
             break
-    while batch := source.poll().events:
-        sizes.append(len(batch))
+    while left := source.poll().events:
+        sizes.append(len(left))
     assert sum(sizes) == 12_000 and max(sizes) < 12_000
 
 

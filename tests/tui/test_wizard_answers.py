@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -115,7 +116,7 @@ def test_settings_of_other_runs_are_in_the_file_and_not_given_twice() -> None:
 
 
 def test_keys_that_the_wizard_does_not_ask_for_are_carried_through() -> None:
-    base = {
+    base: dict[str, dict[str, Any]] = {
         "model": {"path": "owner/name", "revision": "main"},
         "data": {"path": "/d.txt", "sequence_length": 64},
         "train": {"learning_rate": 1e-4},

@@ -12,7 +12,7 @@ from fluxtui.actions.key_map import rebound
 from fluxtui.actions.table import ACTIONS, PAGES
 from fluxtui.answers.answers import STEPS, Answers
 from fluxtui.answers.launching import Launch
-from fluxtui.answers.rows import rows_of
+from fluxtui.answers.rows import StepName, rows_of
 from fluxtui.app import FluxApp
 from fluxtui.screens.dialogs import HelpScreen, help_lines
 from fluxtui.settings import load_settings
@@ -27,7 +27,7 @@ NO_ROOM = {  # their pages name the keys where they are needed
 }
 
 
-def wizard_in(folder: Path, pilot_module: Any, step: str, **keys: str) -> tuple[FluxApp, Any]:
+def wizard_in(folder: Path, pilot_module: Any, step: Any, **keys: str) -> tuple[FluxApp, Any]:
     """The wizard at a step, in the real app, with the user's own keys."""
     import sys
 
@@ -53,7 +53,7 @@ def test_the_pages_of_the_registry_are_the_wizards_steps() -> None:
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_every_action_of_a_page_is_in_its_footer_and_its_help(step: str) -> None:
+def test_every_action_of_a_page_is_in_its_footer_and_its_help(step: StepName) -> None:
     shown = {name for names, _ in HINTS[step] for name in names}
     here = [action for action in ACTIONS if action.works_on(f"wizard.{step}")]
     helped = "\n".join(

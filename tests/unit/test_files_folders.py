@@ -49,7 +49,10 @@ def maker(parent: Path, prefix: str = ".out-") -> Iterator[tuple[Path, Callable[
 
 
 def save(parent: Path) -> None:
-    save_folder(lambda made: (made / "a.txt").write_text("b") and None, 1, parent / "out")
+    def write(made: Path) -> None:
+        (made / "a.txt").write_text("b")
+
+    save_folder(write, 1, parent / "out")
 
 
 def make_demo(parent: Path) -> None:

@@ -222,8 +222,8 @@ def test_every_card_that_does_not_compute_is_told_with_its_reason() -> None:
     asked = place(MODEL, some, SET, replace(FIXED, cards=(1,)), rates=three)
     assert [one.index for one in asked.left_out] == [0, 2]
     assert asked.left_out[0].because.startswith("as set")
-    for cards in ("auto", 2):
-        small = place(model(1), machine(8, 8), SET, replace(FIXED, cards=cards), rates=TWO)
+    for wish in (replace(FIXED, cards="auto"), replace(FIXED, cards=2)):
+        small = place(model(1), machine(8, 8), SET, wish, rates=TWO)
         assert [one.because for one in small.left_out] == ["the model has 1 block"]
 
 

@@ -276,7 +276,7 @@ def test_a_refusal_names_a_setting_that_really_fits(
         assert facts.row is not None
         place(replace(facts, row=facts.row.of_length(int(value))), room, wish)
         return
-    changed: dict[str, Any] = {
+    cures: dict[str, dict[str, Any]] = {
         "placement.chunk_rows": {"chunk_rows": int(value) if value.isdigit() else "auto"},
         "placement.device_groups": {"device_groups": "auto"},
         "placement.resident_blocks": {"resident_blocks": "auto"},
@@ -291,8 +291,8 @@ def test_a_refusal_names_a_setting_that_really_fits(
         "placement.budget_gib": {"budget_gib": None},
         "all of placement": UNPLACED,
         "train.batch_rows and all of placement": {**UNPLACED, "batch_rows": None},
-    }[name]
-    place(facts, room, replace(wish, **changed))
+    }
+    place(facts, room, replace(wish, **cures[name]))
 
 
 def test_a_setting_that_fits_only_where_it_is_left_to_the_rule_is_not_named() -> None:

@@ -176,7 +176,7 @@ def test_an_embedding_on_the_host_is_copied_before_the_forward_begins() -> None:
 
 
 def test_a_bus_that_is_slower_than_the_blocks_binds_and_two_slots_are_enough() -> None:
-    slow = {"h2d_bytes_per_s": 1e9, "d2h_bytes_per_s": 50e9}
+    slow: dict[str, Any] = {"h2d_bytes_per_s": 1e9, "d2h_bytes_per_s": 50e9}
     two, five = (timed(replace(STREAMED, slots=slots), **slow) for slots in (2, 5))
     assert two.binds == "copies of weights to the GPU"
     assert five.step_s == pytest.approx(two.step_s, rel=0.15)
@@ -184,7 +184,7 @@ def test_a_bus_that_is_slower_than_the_blocks_binds_and_two_slots_are_enough() -
 
 
 def test_accumulated_passes_cost_the_copies_of_their_sums() -> None:
-    thin = {"h2d_bytes_per_s": 2e9, "d2h_bytes_per_s": 2e9}
+    thin: dict[str, Any] = {"h2d_bytes_per_s": 2e9, "d2h_bytes_per_s": 2e9}
     one, three = (timed(passes=passes, **thin) for passes in (1, 3))
     assert three.parts_s["download"] == pytest.approx((1 + 2 + 2) * one.parts_s["download"])
     assert three.parts_s["host_update"] == one.parts_s["host_update"]
@@ -192,12 +192,12 @@ def test_accumulated_passes_cost_the_copies_of_their_sums() -> None:
 
 
 def host(**changes: Line) -> HostTimes:
-    lines: dict[str, Line] = dict.fromkeys(
+    lines: dict[str, Any] = dict.fromkeys(
         ("forward", "backward", "forward_beside", "backward_beside"), Line(base=0.0, slope=0.001)
     )
     zeros = ("offload_forward_s", "offload_backward_s", "outside_s", "host_group_update_s",
              "device_update_s")  # fmt: skip
-    return HostTimes(**{**lines, **changes}, **dict.fromkeys(zeros, 0.0))
+    return HostTimes(**{**dict.fromkeys(zeros, 0.0), **lines, **changes})
 
 
 def test_a_step_that_the_host_queues_slowly_takes_as_long_as_the_host() -> None:

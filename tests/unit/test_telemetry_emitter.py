@@ -99,7 +99,8 @@ def test_the_journal_of_a_finished_run_ends_with_the_last_sample_of_every_gauge(
     ending = Done(exit_code=0, step=4, seconds=0.4, loss=1.0, evaluation_loss=None, model_path=None)
     emitter.emit(ending)
     emitter.close()
-    first_memory, first_beat, memory, beat, done = read_events(journal)
+    events: Any = read_events(journal)
+    first_memory, first_beat, memory, beat, done = events
     assert (first_memory.host_arena_bytes, first_beat.step) == (0, 0)
     assert (memory.host_arena_bytes, beat.step) == (4, 4)
     assert memory.t_s == clock.now_s

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,8 +64,8 @@ def wait_until(true: Callable[[], bool], timeout_s: float = 120.0) -> None:
         time.sleep(0.01)
 
 
-def drain(trainer: TrainerProcess) -> list[object]:
-    events: list[object] = []
+def drain(trainer: TrainerProcess) -> list[Any]:
+    events: list[Any] = []
     wait_until(lambda: bool(events.extend(trainer.reader.poll())) or trainer.reader.closed)
     return events
 

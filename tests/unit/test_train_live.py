@@ -309,7 +309,7 @@ def test_a_chunk_that_ran_out_is_told_as_a_change_and_advised_for_the_next_run()
 
 
 def test_below_one_row_resident_blocks_go_then_parts_of_the_device_then_nothing() -> None:
-    how = {"chunk_rows": 1, "resident_blocks": 3, "device_groups": 2, "activations": "host"}
+    how: Any = {"chunk_rows": 1, "resident_blocks": 3, "device_groups": 2, "activations": "host"}
     run = Run(run=ground(**how))
     run.chunk_rows = 1
     said = [run.live.make_room(0, lost_s=1.0) for _ in range(5)]
