@@ -35,6 +35,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from fluxtrain.core.ranks.exchange import Exchange
 from fluxtrain.core.ranks.join import join_launched, launched_world
+from fluxtrain.core.wrap.engine import Engine, engine_of
 from fluxtrain.data.batches import Batch
 from fluxtrain.machine.machine import read_machine
 from fluxtrain.measure.measured_constants import measure_constants
@@ -150,12 +151,11 @@ def cap_memory(budget_gib: float) -> None:
 
 def wrapped(
     model: Qwen2ForCausalLM, options: argparse.Namespace
-) -> tuple[Any, Placement, dict[str, Any]]:
+) -> tuple[Engine, Placement, dict[str, Any]]:
     """Wrap the model as a run with these rows would be; its engine, the plan for the rows, and what
     is to be said of it. The model is on the host, as after loading, and block timing has the GPU
     alone."""
     import fluxtrain
-    from fluxtrain.core.wrap.engine import engine_of
     from fluxtrain.core.wrap.wrap import wrap_placed
 
     budget_bytes = int((options.budget_gib - CONTEXT_GIB) * GIB) - nccl_bytes()
@@ -357,7 +357,7 @@ def run(options: argparse.Namespace, watch: MemoryWatch) -> dict[str, Any]:
 
 def made(
     model: Qwen2ForCausalLM, options: argparse.Namespace
-) -> tuple[Loop, Any, Placement | None, dict[str, Any]]:
+) -> tuple[Loop, Engine | None, Placement | None, dict[str, Any]]:
     """The loop, FluxTrain's engine and plan where it is FluxTrain, and what is to be said: whose
     kernels run, and what the plan rests on."""
     rate = options.learning_rate
@@ -389,7 +389,7 @@ def with_fused_loss(model: Qwen2ForCausalLM) -> str:
 def report(
     options: argparse.Namespace,
     parameters: int,
-    engine: Any,
+    engine: Engine,
     plan: Placement | None,
     times: list[float],
     losses: list[float],

@@ -7,11 +7,13 @@ AdamW and recomputation, and gives the loss of a step as a tensor that is still 
 from __future__ import annotations
 
 import os
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from transformers import Qwen2ForCausalLM
+
+from fluxtrain.core.wrap.engine import Engine
 
 MAX_NORM = 1.0
 
@@ -29,7 +31,7 @@ class FluxLoop:
     def __init__(
         self,
         model: Qwen2ForCausalLM,
-        engine: Any,
+        engine: Engine,
         rate: float,
         *,
         in_backward: bool,
