@@ -51,8 +51,8 @@ test-native: dev ## the C++ kernels against their scalar reference
 		|| { cat build/native-tests.log; exit 1; }
 	$(BIN)/ctest --test-dir build/native-tests --output-on-failure --no-tests=ignore
 
-test-gpu: dev ## the tests that need an NVIDIA GPU
-	$(BIN)/python -m pytest -m "gpu and not slow and not alone" $(TESTS)
+test-gpu: dev ## the tests that need an NVIDIA GPU (make test-gpu WORKERS=14: together, on all GPUs)
+	$(BIN)/python -m pytest -n $(or $(WORKERS),0) -m "gpu and not slow and not alone" $(TESTS)
 	$(BIN)/python -m pytest -m "gpu and alone and not slow" -n 0 tests/gpu
 
 test-transformers4: dev $(STAMPS)/transformers4 ## saved models in transformers 4, in an environment of its own

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import settings
 
 from fluxtrain.machine.before_torch import let_segments_grow
+from tests.own_gpu import own_gpu_first
 from tests.process_state import changes, process_state
 
 # What is imported until all tests are collected stays: to look for garbage in it costs a quarter.
@@ -43,6 +44,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["XDG_CACHE_HOME"] = _CACHE.name
 else:  # which run was the last is what each worker does
     _CACHE = tempfile.TemporaryDirectory(prefix="fluxtrain-tests-state-")
+    os.environ |= own_gpu_first(int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")))
 os.environ["XDG_STATE_HOME"] = os.path.join(_CACHE.name, "state")
 
 # A shared or slow machine is no failure; a failing example is printed so that it can be run again.
