@@ -188,6 +188,8 @@ def test_the_prompts_of_a_file_are_answered_in_their_order(
         ("empty.jsonl", '"a"\n{"prompt": " "}\n', "line 2 is empty"),
         ("turns.jsonl", '{"messages": []}\n', "line 1 is a conversation without messages"),
         ("turn.jsonl", '{"messages": [{"role": "user"}]}\n', "each needs role and content"),
+        ("number.jsonl", '{"messages": [{"role": "user", "content": 3}]}\n', "which is text"),
+        ("null.jsonl", '{"messages": [{"role": "assistant", "content": null}]}\n', "which is text"),
         ("last.jsonl", '{"messages": [{"role": "user", "content": ""}]}\n', "line 1 is empty"),
     ],
 )

@@ -192,9 +192,13 @@ def _check_messages(messages: Sequence[Any], where: str) -> None:
         raise BadInput(f"{where} is a conversation without messages: write at least one")
     for message in messages:
         known = isinstance(message, dict) and isinstance(message.get("role"), str)
-        if not known or "content" not in message:
+        if not known or not (
+            isinstance(message.get("content"), str | list)
+            or ("content" in message and message.get("tool_calls"))
+        ):
             raise BadInput(
-                f"{where} has the message {json.dumps(message)[:80]}: each needs role and content"
+                f"{where} has the message {json.dumps(message)[:80]}: each needs role and content, "
+                "which is text"
             )
     last = messages[-1]
     if last["role"] == "user" and not str(last["content"] or "").strip():
