@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
@@ -175,3 +176,87 @@ def test_half_a_character_in_a_body_is_refused_in_words(field: dict[str, Any]) -
 def test_a_job_may_not_set_what_is_the_operators(given: dict[str, Any]) -> None:
     with pytest.raises(Refusal, match="is the operator's and no job's: leave it out"):
         _refuse_closed(given)
+
+
+def refused(served: Served, path: str, body: Any, **headers: str) -> dict[str, Any]:
+    """Send a body that is refused; return OpenAI's error object."""
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    given = {"Content-Type": "application/json", **headers}
+    given["Authorization"] = f"Bearer {served.keys['admin']}"
+    answer = httpx.post(served.url + path, content=content, headers=given)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (400, "invalid_request_error"), error
+    assert set(error) == {"message", "type", "param", "code"}
+    return dict(error)
+
+
+PATHS = (
+    "/chat/completions",
+    "/completions",
+    "/fine_tuning/jobs",
+    "/tunings.create",
+    "/fluxtrain/aliases/a",
+    "/fluxtrain/jobs/ftjob-1/apply",
+    "/../generate?adapter=demo",
+)
+
+
+def test_a_body_that_is_no_json_is_refused_in_a_sentence(served: Served) -> None:
+    deep, long = b"[" * 100_000, b'{"n": ' + b"9" * 5000 + b"}"
+    for path in PATHS:
+        for body in (b"{", b'{"model": }', b"\xff\xfe", b'{"model": "\xe9"}', deep, long):
+            error = refused(served, path, body)
+            assert error["message"].startswith("the body is not valid JSON"), error
+            assert error["param"] is None
+    error = refused(served, "/fine_tuning/jobs", b'{"model": }')
+    assert error["message"] == "the body is not valid JSON (character 11): send one JSON object"
+
+
+@pytest.mark.parametrize(
+    ("body", "message", "param"),
+    [
+        (b"", "the body is missing", None),
+        (b"3", "the body must be a JSON object, sent as Content-Type: application/json", None),
+        ({"model": "demo"}, "messages is missing", "messages"),
+        ({"model": "demo", "messages": []}, "messages must not be empty", "messages"),
+        ({"model": "demo", "messages": [3]}, "messages.0 must be a JSON object", "messages.0"),
+        ({"model": 3, "messages": [{}]}, "model must be a valid string", "model"),
+        (
+            {"model": "demo", "messages": [{}], "max_tokens": 0},
+            "max_tokens must be greater than or equal to 1",
+            "max_tokens",
+        ),
+        (
+            {"model": "demo", "messages": [{}], "stop": 3},
+            "stop must be a valid string or a valid list",
+            "stop",
+        ),
+        (
+            {"model": "demo", "messages": [{}], "tools": [], "n": None},
+            "tools is not known here",
+            "tools",
+        ),
+    ],
+    ids=str,
+)
+def test_a_body_that_does_not_fit_is_refused_in_a_sentence(
+    served: Served, body: Any, message: str, param: str | None
+) -> None:
+    error = refused(served, "/chat/completions", body)
+    assert (error["message"].partition(", sent")[0], error["param"]) == (
+        message.partition(", sent")[0],
+        param,
+    )
+
+
+def test_json_without_its_content_type_is_told_what_to_send(served: Served) -> None:
+    body = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]}
+    form = {"Content-Type": "application/x-www-form-urlencoded"}  # curl -d without -H
+    error = refused(served, "/chat/completions", body, **form)
+    assert error["message"].endswith("sent as Content-Type: application/json")
+
+
+def test_an_upload_that_is_no_form_is_refused_in_a_sentence(served: Served) -> None:
+    for kind in ("multipart/form-data", "multipart/form-data; boundary=b"):
+        error = refused(served, "/files", b"x", **{"Content-Type": kind})
+        assert error["message"].startswith("the upload is no form that can be read"), error

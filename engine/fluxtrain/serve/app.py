@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import traceback
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib.metadata import version
@@ -42,6 +42,16 @@ from fluxtrain.serve.worker import Said
 
 JSON_BYTES = 16 << 20
 FORM_BYTES = 1 << 16  # of an upload's form besides the file
+NOT_JSON = "the body is not valid JSON{}: send one JSON object"
+NO_FORM = "the upload is no form that can be read: send multipart/form-data as the openai SDK does"
+_SHOULD = re.compile(r"^\w+ should")
+_WORDS = {  # in place of pydantic's
+    "missing": "is missing",
+    "extra_forbidden": "is not known here",
+    **dict.fromkeys(("too_short", "string_too_short"), "must not be empty"),
+    "dict_type": "must be a JSON object",
+    "model_attributes_type": "must be a JSON object, sent as Content-Type: application/json",
+}
 _MEMBER = re.compile(r"int|float|str|list\[.*\]|literal\[.*\]")  # as pydantic names them
 Limit = Annotated[int, Query(ge=1, le=1000)]
 After = Annotated[str | None, Query()]
@@ -129,14 +139,18 @@ def _answer_errors(app: FastAPI, service: Service) -> None:
     @app.exception_handler(RequestValidationError)
     def _(_: Request, error: RequestValidationError) -> JSONResponse:
         found = error.errors()
+        if found[0]["type"] == "json_invalid":
+            return _error(400, NOT_JSON.format(f" (character {int(found[0]['loc'][-1]) + 1})"))
         param = _named(found[0]["loc"])
         same = [one for one in found if _named(one["loc"]) == param]  # of a union, all its members
-        told = " or ".join(dict.fromkeys(one["msg"] for one in same))
-        told = "is not known here" if found[0]["type"] == "extra_forbidden" else told
-        return _error(400, f"{param or 'the body'}: {told}", "invalid_request", param)
+        told = " or ".join(dict.fromkeys(map(_said, same))).replace(" or must be ", " or ")
+        return _error(400, f"{param or 'the body'} {told}", "invalid_request", param or None)
 
     @app.exception_handler(HTTPException)
     def _(request: Request, error: HTTPException) -> JSONResponse:
+        if error.status_code == 400:  # the only ones are of the body's form
+            is_upload = request.url.path == "/v1/files"
+            return _error(400, (NO_FORM if is_upload else NOT_JSON).format(""))
         if error.status_code not in (404, 405):
             return _error(error.status_code, str(error.detail))
         told = (
@@ -155,6 +169,12 @@ def _answer_errors(app: FastAPI, service: Service) -> None:
             answer = _error(500, "a bug of FluxTrain: the server's log has the traceback")
         answer.headers["x-request-id"] = new_id("req")
         return answer
+
+
+def _said(error: Mapping[str, Any]) -> str:
+    """Return what is wrong with a field of a body, as the end of a sentence."""
+    text = str(error["msg"]).removeprefix("Value error, ").partition(", unable to")[0]
+    return _WORDS.get(error["type"], _SHOULD.sub("must", text))
 
 
 def _named(place: Sequence[int | str]) -> str:

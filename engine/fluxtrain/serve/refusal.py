@@ -20,12 +20,22 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
+    def _null_is_left_out(cls, given: Any) -> Any:
+        """Drop fields that are null, which many clients send for all that was not set."""
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if value is not None}
+
+    @model_validator(mode="before")
+    @classmethod
     def _can_be_written(cls, given: Any) -> Any:
         """Refuse what no file and no database holds: a surrogate without the other."""
         try:
             json.dumps(given, ensure_ascii=False, default=str).encode()
         except UnicodeEncodeError:
-            raise ValueError("a text ends in half of a character: cut it elsewhere") from None
+            raise ValueError(
+                "has a text that ends in half of a character: cut it elsewhere"
+            ) from None
         return given
 
 
