@@ -37,6 +37,12 @@ def plan(path: str) -> None:
     if "too-large" in words or ("beside-no-worker" in words and _worker_runs()):
         print("error: it needs 9 GiB and 1 GiB is free: shorten the sequence", file=sys.stderr)
         sys.exit(3)
+    if "too-many-rows" in words:
+        print(
+            "error: a step takes 40 rows and there are 4: lower train.batch_rows", file=sys.stderr
+        )
+        sys.exit(2)
+    steps = next((int(word[6:]) for word in words if word.startswith("steps-")), STEPS)
     time.sleep(0.2)
     answer = {
         "model": {"name": "fake", "parameters": 1, "blocks": 2, "dtype": "float32"},
@@ -47,7 +53,7 @@ def plan(path: str) -> None:
         "device": "cpu", "layout": layout, "accumulation": 1, "sequence_length": 8, "notes": [],
         "fitting_share": 1.0, "device_bytes": 1, "device_budget_bytes": None, "need": {},
         "host_bytes": 1, "process_bytes": 1, "host_limit_bytes": None, "disk_bytes": 1,
-        "checkpoint_bytes": 1, "estimated_rows": 1, "steps": STEPS, "machine": "",
+        "checkpoint_bytes": 1, "estimated_rows": 1, "steps": steps, "machine": "",
         "predicted": None, "predicted_because": "", "plans": [], "settings": [], "config": {},
         "choices": [{"name": "train.learning_rate", "value": "0.002", "because": ""}],
     }  # fmt: skip

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import openai
 import psutil
 import pytest
 
@@ -260,3 +261,51 @@ def test_an_upload_that_is_no_form_is_refused_in_a_sentence(served: Served) -> N
     for kind in ("multipart/form-data", "multipart/form-data; boundary=b"):
         error = refused(served, "/files", b"x", **{"Content-Type": kind})
         assert error["message"].startswith("the upload is no form that can be read"), error
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("n_epochs", "1000000000000000", "'auto' or a whole number from 1 to 1,000"),
+        ("n_epochs", "9" * 400, "'auto' or a whole number from 1 to 1,000"),
+        ("n_epochs", "NaN", "'auto' or a whole number from 1 to 1,000"),
+        ("n_epochs", "0", "passes over the file"),
+        ("n_epochs", "2.5", "'auto' or a whole number"),
+        ("n_epochs", "true", "'auto' or a whole number"),
+        ("n_epochs", '"3"', "'auto' or a whole number"),
+        ("batch_size", "1000000000", "'auto' or a whole number from 1 to 65,536"),
+        ("batch_size", "-1", "rows of one step"),
+        ("learning_rate_multiplier", "NaN", "'auto' or a number from 1e-06 to 1,000"),
+        ("learning_rate_multiplier", "Infinity", "times the usual learning rate"),
+        ("learning_rate_multiplier", "1e9", "not 1000000000.0"),
+        ("learning_rate_multiplier", "0", "from 1e-06"),
+    ],
+)
+def test_a_hyperparameter_out_of_its_range_is_refused_with_the_range(
+    served: Served, name: str, value: str, told: str
+) -> None:
+    within = f'{{"{name}": {value}}}'
+    for place, given in (
+        ("hyperparameters", within),
+        ("method", f'{{"supervised": {{"hyperparameters": {within}}}}}'),
+    ):
+        body = f'{{"model": "demo", "training_file": "file-1", "{place}": {given}}}'
+        error = refused(served, "/fine_tuning/jobs", body.encode())
+        assert told in error["message"] and len(error["message"]) < 200
+        assert error["param"].endswith(f"hyperparameters.{name}")
+    assert not served.client().fine_tuning.jobs.list().data
+
+
+def test_a_plan_of_endless_steps_is_no_job(served: Served) -> None:
+    client = served.client()
+    with pytest.raises(openai.BadRequestError, match=r"hyperparameters\.n_epochs") as told:
+        create(client, "steps-20000000", hyperparameters={"n_epochs": 3})
+    assert "20,000,000 steps, and 10,000,000 are the most" in str(told.value)
+    assert not client.fine_tuning.jobs.list().data
+
+
+def test_what_the_planner_refuses_has_the_names_of_the_request(served: Served) -> None:
+    with pytest.raises(openai.BadRequestError) as told:
+        create(served.client(), "too-many-rows", hyperparameters={"batch_size": 40})
+    assert told.value.body["param"] == "hyperparameters.batch_size"  # type: ignore[index]
+    assert "lower hyperparameters.batch_size" in str(told.value)

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import sqlalchemy as sa
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from fluxtrain.config.schema import RunConfig, validate
-from fluxtrain.errors import BadInput
+from fluxtrain.errors import BadInput, brief
 from fluxtrain.events.answers.plan import PlanAnswer
 from fluxtrain.events.journal import read_end
 from fluxtrain.events.run_folder.run_dir import RunDir, RunSummary, runs_root
@@ -45,6 +45,12 @@ _KEYS = {  # of OpenAI's hyperparameters
     "batch_size": "train.batch_rows",
     "learning_rate_multiplier": "train.learning_rate",
 }
+_RANGES: dict[str, tuple[float, int, str]] = {
+    "n_epochs": (1, 1000, "passes over the file"),
+    "batch_size": (1, 65_536, "rows of one step"),
+    "learning_rate_multiplier": (1e-6, 1000, "times the usual learning rate"),
+}
+MOST_STEPS = 10_000_000  # of a job: weeks of steps that take a tenth of a second
 SHOWN = [  # what `job_object` needs of a row; to decode the rest takes a list half as long again
     jobs.c[name]
     for name in (
@@ -56,11 +62,25 @@ _TEMPLATE_NAME = re.compile(r"[a-z0-9][a-z0-9.-]*(?<!\.jinja)")
 
 
 class Hyperparameters(Body):
-    """OpenAI's three."""
+    """OpenAI's three, within ranges beyond which a job is a mistake."""
 
-    n_epochs: Auto | int = Field(default="auto", union_mode="left_to_right")
-    batch_size: Auto | int = Field(default="auto", union_mode="left_to_right")
-    learning_rate_multiplier: Auto | float = Field(default="auto", union_mode="left_to_right")
+    n_epochs: Auto | int = "auto"
+    batch_size: Auto | int = "auto"
+    learning_rate_multiplier: Auto | float = "auto"
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _within_range(cls, value: Any, info: ValidationInfo) -> Any:
+        least, most, what = _RANGES[str(info.field_name)]
+        kinds = int if isinstance(least, int) else (int, float)
+        is_number = isinstance(value, kinds) and not isinstance(value, bool)
+        if value == "auto" or (is_number and least <= value <= most):
+            return value
+        kind = "whole number" if kinds is int else "number"
+        raise ValueError(
+            f"must be 'auto' or a {kind} from {least} to {most:,} ({what}), not "
+            f"{brief(json.dumps(value), 40)}"
+        )
 
 
 class Supervised(Body):
@@ -177,8 +197,7 @@ def config_of(
             f"{settings.slot_rank} at most: use that or less",
             param="method.rank",
         )
-    asked_for = {name: key for name, key in _KEYS.items() if getattr(wished, name) != "auto"}
-    config = _validated(raw, asked_for).model_dump(mode="json", exclude_defaults=True)
+    config = _validated(raw, asked).model_dump(mode="json", exclude_defaults=True)
     return config, {kind: row["blob"] for kind, row in blobs.items()}
 
 
@@ -200,22 +219,37 @@ def with_rate(config: dict[str, Any], asked: JobRequest, plan: PlanAnswer | None
             retry_after_s=60.0,
         )
     changed = _merged(config, {"train": {"learning_rate": float(usual) * times}})
-    return _validated(changed, _KEYS).model_dump(mode="json", exclude_defaults=True)
+    return _validated(changed, asked).model_dump(mode="json", exclude_defaults=True)
 
 
-def _validated(raw: dict[str, Any], asked: Mapping[str, str]) -> RunConfig:
-    """Return the configuration of a run. Raises Refusal with the names of the request: `asked` has
-    the hyperparameters that were set, and their settings."""
+def _validated(raw: dict[str, Any], asked: JobRequest) -> RunConfig:
+    """Return the configuration of a run. Raises Refusal."""
     try:
         return validate(raw, "fluxtrain")
     except BadInput as error:
-        told = str(error)
-        for name, key in asked.items():
-            if f" {key}" in told:
-                named = f"hyperparameters.{name}"
-                told = told.removeprefix("fluxtrain: ").replace(key, named)
-                raise Refusal(told, param=named) from error
-        raise Refusal(told, param="fluxtrain") from error
+        raise refused_by(str(error), asked, param="fluxtrain") from error
+
+
+def refused_by(told: str, asked: JobRequest, **more: Any) -> Refusal:
+    """Return the refusal of a job by its configuration or plan, with the name that the request has
+    for a setting."""
+    for name, key in _KEYS.items():
+        if f" {key}" in told and getattr(asked.asked, name) != "auto":
+            named = f"hyperparameters.{name}"
+            told = told.removeprefix("fluxtrain: ").replace(key, named)
+            return Refusal(told, **{**more, "param": named})
+    return Refusal(told, **more)
+
+
+def refuse_endless(plan: PlanAnswer | None, asked: JobRequest) -> None:
+    """Raise Refusal for a plan of more steps than anybody means."""
+    if plan is not None and plan.steps > MOST_STEPS:
+        raise refused_by(
+            f"the job would make {plan.steps:,} steps, and {MOST_STEPS:,} are the most: lower "
+            "train.steps or train.epochs",
+            asked,
+            code="plan_refused",
+        )
 
 
 def _method(served: ServedModel) -> dict[str, Any]:

@@ -132,7 +132,8 @@ class Service:
                 job_rows.config_of, self.store, self.settings, project, asked
             )
             job_id = new_id("ftjob")  # the name of its run's folder too
-            plan = await self._planned(job_id, config)
+            plan = await self._planned(job_id, config, asked)
+            job_rows.refuse_endless(plan, asked)
             config = job_rows.with_rate(config, asked, plan)
             values = {"id": job_id, "project": project, "config": config}
             values |= {"plan": _facts(plan), "blobs": blobs}
@@ -141,7 +142,9 @@ class Service:
         self.queue.wake()
         return row
 
-    async def _planned(self, job_id: str, config: dict[str, Any]) -> PlanAnswer | None:
+    async def _planned(
+        self, job_id: str, config: dict[str, Any], asked: JobRequest
+    ) -> PlanAnswer | None:
         """Return the plan of a run; None where the memory is in use by a job that trains now."""
         path = job_rows.config_path(self.store, job_id, "plan")
         machine = self.settings.kubernetes.machine
@@ -159,8 +162,8 @@ class Service:
                 if self.queue.busy:
                     return None
                 if self.settings.inference == "yield" and await self.worker.leave():
-                    return await self._planned(job_id, config)  # with the worker's memory
-            raise Refusal(str(error), code="plan_refused") from error
+                    return await self._planned(job_id, config, asked)  # with the worker's memory
+            raise job_rows.refused_by(str(error), asked, code="plan_refused") from error
         except OSError as error:
             raise storage_error(path, error, option="--folder") from error
         finally:
