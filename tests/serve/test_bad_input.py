@@ -309,3 +309,20 @@ def test_what_the_planner_refuses_has_the_names_of_the_request(served: Served) -
         create(served.client(), "too-many-rows", hyperparameters={"batch_size": 40})
     assert told.value.body["param"] == "hyperparameters.batch_size"  # type: ignore[index]
     assert "lower hyperparameters.batch_size" in str(told.value)
+
+
+@pytest.mark.parametrize("role", ["foo", "User", "function", None, 3])
+def test_a_role_that_no_model_knows_is_refused_as_openai_does(served: Served, role: Any) -> None:
+    messages: Any = [{"role": "user", "content": "Hi"}, {"role": role, "content": "Ho"}]
+    for stream in (False, True):
+        error = refused(
+            served, "/chat/completions", {"model": "demo", "messages": messages, "stream": stream}
+        )
+        assert error["message"] == (
+            f"Invalid value: {role!r}. Supported values are: 'system', 'developer', 'user', "
+            "'assistant', and 'tool'."
+        )
+        assert (error["param"], error["code"]) == ("messages[1].role", "invalid_value")
+    row = json.dumps({"messages": [{"role": "foo", "content": "Hi"}, messages[0]]}).encode()
+    with pytest.raises(openai.BadRequestError, match="one of system, developer, user, assistant"):
+        upload(served.client(), row)

@@ -9,6 +9,8 @@ from typing import Any, Literal
 import msgspec
 from pydantic import Field
 
+from fluxtrain.data.row import ROLES
+from fluxtrain.errors import brief
 from fluxtrain.events.answers.generation import Answered, Ask, Text, TokenLogprob
 from fluxtrain.serve.refusal import Body, Refusal
 from fluxtrain.serve.store import new_id
@@ -67,7 +69,7 @@ class ChatRequest(SamplingFields):
         return msgspec.structs.replace(
             super().ask(),
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            messages=tuple(_plain(message) for message in self.messages),
+            messages=tuple(_plain(*one) for one in enumerate(self.messages)),
             max_new_tokens=self.max_completion_tokens or self.max_tokens,
         )
 
@@ -193,8 +195,16 @@ def _token(told: TokenLogprob) -> dict[str, Any]:
     return {"token": told.text, "logprob": told.logprob, "bytes": shown}
 
 
-def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message whose content is text. Raises Refusal for pictures, sound and files."""
+def _plain(number: int, message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose content is text. Raises Refusal for pictures, sound and files, and for
+    a role that no model learns."""
+    if (role := message.get("role")) not in ROLES:
+        known = f"{', '.join(map(repr, ROLES[:-1]))}, and {ROLES[-1]!r}"
+        raise Refusal(
+            f"Invalid value: {brief(repr(role), 60)}. Supported values are: {known}.",
+            code="invalid_value",
+            param=f"messages[{number}].role",
+        )
     content = message.get("content")
     if not isinstance(content, list):
         return message
