@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from fluxtrain.config.schema import image_demo_config, load_config
+from fluxtrain.errors import BadInput
 from fluxtrain.events import events as ev
 from fluxtrain.events.run_folder.removal import contents
 from fluxtrain.models.quiet import quiet_diffusers
@@ -119,6 +121,20 @@ def test_a_run_that_was_cut_goes_on_with_the_same_losses(
     assert list(saved[0]) == list(saved[1]) != []
     for name, tensors in saved[0].items():
         assert all(torch.equal(saved[1][name][key], tensor) for key, tensor in tensors.items())
+
+
+def test_a_run_does_not_go_on_beside_another_vae(images: Images, tmp_path: Path) -> None:
+    pipeline = tmp_path / "pipeline"
+    shutil.copytree(images.pipeline, pipeline)
+    config = images.config(tmp_path, model__path=str(pipeline))
+    run(config, tmp_path / "run", "train.checkpoint_every=3")
+    weights = pipeline / "vae" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(weights)
+    tensors["encoder.conv_out.bias"] += 1
+    save_file(tensors, weights)
+    kept = tmp_path / "run" / "checkpoints" / "step-00000003"
+    with pytest.raises(BadInput, match="other pairs, sizes, encoders"):
+        run(config, tmp_path / "run", resume=str(kept))
 
 
 def test_a_fully_trained_transformer_is_loaded_by_diffusers(images: Images, tmp_path: Path) -> None:

@@ -66,9 +66,9 @@ class ImageTask(Task[PairBatch]):
         return len(self._pairs(part))
 
     def fingerprint(self, part: Part) -> str | None:
-        """Hash every picture, prompt and size of a part."""
+        """Hash every picture, prompt and size of a part, and what encodes them."""
         pairs = self._pairs(part)
-        return _fingerprint(pairs) if pairs else None
+        return _fingerprint(pairs, self.encodings) if pairs else None
 
     def sample_fit(self) -> SampleFit:
         """Count the pairs to train on; images are scaled, so that all fit."""
@@ -161,8 +161,8 @@ def is_uneven(pairs: Iterable[Pair]) -> bool:
     return len({_tokens(kind_of(pair)) for pair in pairs}) > 1
 
 
-def _fingerprint(pairs: Iterable[Pair]) -> str:
-    digest = hashlib.sha256()
+def _fingerprint(pairs: Iterable[Pair], encodings: Encodings) -> str:
+    digest = hashlib.sha256(repr((encodings.images.name, encodings.words.name)).encode())
     for pair in pairs:
         shown = [one.digest for one in pair.pictures], pair.mask and pair.mask.digest
         digest.update(repr((shown, pair.prompt, pair.bucket)).encode())
@@ -179,7 +179,7 @@ class PairSource:
     def __init__(self, task: ImageTask, batch_rows: int) -> None:
         self._task, self._batch_rows, self._served = task, batch_rows, 0
         self._order: tuple[int, list[list[Pair]]] = (0, self._batches(0))
-        self._fingerprint = _fingerprint(task.pairs.trained)
+        self._fingerprint = task.fingerprint("trained")
 
     @property
     def epoch(self) -> float:
@@ -204,8 +204,8 @@ class PairSource:
         """Continue from a cursor. Raises BadInput for one of other pairs or batches."""
         if {**state, "served": 0} != {**self.state_dict(), "served": 0}:
             raise BadInput(
-                "the checkpoint was made with other pairs, sizes or train.batch_rows: use the same "
-                "images, prompts, data.* and image.* settings, or start a new run"
+                "the checkpoint was made with other pairs, sizes, encoders or train.batch_rows: use "
+                "the same images, prompts, pipeline, data.* and image.* settings, or start a new run"
             )
         self._served = state["served"]
 
