@@ -110,7 +110,7 @@ def drawn(folder: Path, value: Any) -> Any:
     [
         ({"reference": "gone.png"}, "gone.png does not exist"),
         ({"prompt": None}, "no prompt"),
-        ({"prompt": "  "}, "no prompt"),
+        ({"prompt": "  "}, "the prompt is empty"),
         ({"prompt": 5}, "the prompt is 5: write a text"),
         ({"image": None}, "no image"),
         ({"reference": ("wide.png", (96, 64), "RGB")}, "another shape"),
@@ -118,6 +118,7 @@ def drawn(folder: Path, value: Any) -> Any:
         ({"image": ("a.jpg", (64, 64), "CMYK")}, "CMYK"),
         ({"image": ("a16.png", (64, 64), "I;16")}, "more than 8 bits"),
         ({"image": ("huge.png", (30_000, 16), "L")}, "30,000 x 16 pixels"),
+        ({"mask": ("wide.png", (96, 64), "L")}, "wide.png has 96 x 64 pixels and a.png 64 x 64"),
         ({"mask": ("black.png", (64, 64), "black")}, "black all over"),
     ],
 )
@@ -173,6 +174,22 @@ def test_a_caption_or_reference_that_is_missing_in_folders_is_named(tmp_path: Pa
     (tmp_path / "training_images" / "two.txt").write_text("x")
     with pytest.raises(BadInput, match=r"one\.txt is missing.*control_images/two\.\* is missing"):
         read_pairs(tmp_path, 64)
+
+
+def test_pictures_in_folders_that_would_be_passed_over_are_named(tmp_path: Path) -> None:
+    folder = tmp_path / "training_images"
+    for name in ("one.png", "one.jpg", "two.tiff"):
+        picture(folder / name)
+        (folder / name).with_suffix(".txt").write_text("x")
+    with pytest.raises(BadInput, match=r"holds one\.jpg and one\.png, which are one name"):
+        read_pairs(tmp_path, 64)
+    (folder / "one.jpg").unlink()
+    with pytest.raises(BadInput, match=r"two\.tiff is a TIFF: save it as PNG"):
+        read_pairs(tmp_path, 64)
+
+
+def test_a_mask_that_a_table_leaves_empty_is_none(tmp_path: Path) -> None:
+    assert read_pairs(rows(tmp_path, pair(tmp_path, mask="")), 64).trained[0].mask is None
 
 
 def test_one_prompt_for_all_is_told(tmp_path: Path) -> None:

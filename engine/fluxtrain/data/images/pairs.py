@@ -9,7 +9,6 @@ anything is loaded.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import log
@@ -43,6 +42,7 @@ _KEYS = {
 }
 _NUMBERED = ("path_control_", "control_", "reference_")  # and a number: further references
 _SHAPE = 0.02  # by which width / height of target and reference may differ, as a share
+_OTHERS = (".gif", ".tif", ".tiff", ".heic", ".heif", ".avif", ".jfif")  # pictures, too
 _NAMED = 8  # bad pairs that a message names
 _LAYOUTS = (
     f"name a .jsonl with image, reference and prompt, a .csv or .parquet, or a folder with "
@@ -129,11 +129,8 @@ def read_pairs(
 def _notes(pairs: Sequence[Pair], bad: Sequence[str]) -> Iterator[str]:
     if bad:
         yield f"{len(bad):,} pairs are left out: {'; '.join(bad[:_NAMED])}"
-    prompt, count = Counter(pair.prompt for pair in pairs).most_common(1)[0]
-    if count == len(pairs) > 1:
-        yield f"all {count:,} pairs have one prompt: the model learns this change alone"
-    elif not prompt.strip():
-        yield f"{count:,} pairs have an empty prompt"
+    if len({pair.prompt for pair in pairs}) == 1 < len(pairs):
+        yield f"all {len(pairs):,} pairs have one prompt: the model learns this change alone"
     without = sum(not pair.references for pair in pairs)
     if without:
         yield f"{without:,} pairs have no reference: their images are learned from words alone"
@@ -187,8 +184,15 @@ def _of_folders(path: Path) -> Iterator[tuple[str, _Row]]:
 
 
 def _pictures_in(folder: Path) -> dict[str, Path]:
-    files = sorted(folder.iterdir()) if folder.is_dir() else []
-    return {file.stem: file for file in files if file.suffix.lower() in (*SUFFIXES, ".gif")}
+    found: dict[str, Path] = {}
+    for file in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if file.suffix.lower() not in (*SUFFIXES, *_OTHERS):
+            continue
+        if (other := found.setdefault(file.stem, file)) != file:
+            raise BadInput(
+                f"{folder} holds {other.name} and {file.name}, which are one name: rename one"
+            )
+    return found
 
 
 def _rows_of(files: Sequence[Path]) -> Iterator[tuple[str, _Row]]:
@@ -204,18 +208,38 @@ def _rows_of(files: Sequence[Path]) -> Iterator[tuple[str, _Row]]:
                     yield str(record.origin), {_FOLDER: file.parent, **record.values}
 
 
-def _pair(row: _Row, buckets: tuple[Bucket, ...], is_known: IsKnown) -> Pair:
-    """Look at all files that a row names. Raises BadPicture."""
+def _named(row: _Row) -> _Row:
+    """Return what a row has of each kind. Raises BadPicture without an image or a prompt."""
     if _BAD in row:
         raise BadPicture(row[_BAD])
     named = {kind: next((row[k] for k in keys if k in row), None) for kind, keys in _KEYS.items()}
     for kind, needed in (("image", object), ("prompt", str)):
         value = named[kind]
-        if value is not None and not isinstance(value, needed):
-            raise BadPicture(f"the {kind} is {brief(str(value), 40)}: write a text")
-        if value is None or (isinstance(value, str) and not value.strip()):
+        if value is None:
             keys = keys_of({key: value for key, value in row.items() if key != _FOLDER})
             raise BadPicture(f"no {kind}: of {keys} none has {', '.join(_KEYS[kind])}")
+        if not isinstance(value, needed):
+            raise BadPicture(f"the {kind} is {brief(str(value), 40)}: write a text")
+        if isinstance(value, str) and not value.strip():
+            raise BadPicture(f"the {kind} is empty: write one, or leave the pair out")
+    return named
+
+
+def _check_shapes(image: Path, others: Sequence[Path]) -> None:
+    """Compare the shapes of others with the image's. Raises BadPicture."""
+    width, height = size_of(image)
+    for other in others:
+        w, h = size_of(other)
+        if abs(log(w * height / (h * width))) > _SHAPE:
+            raise BadPicture(
+                f"{other.name} has {w} x {h} pixels and {image.name} {width} x {height}: another "
+                "shape, so that the change would be learned shifted; crop both alike"
+            )
+
+
+def _pair(row: _Row, buckets: tuple[Bucket, ...], is_known: IsKnown) -> Pair:
+    """Look at all files that a row names. Raises BadPicture."""
+    named = _named(row)
     first = named["references"]
     numbered = [
         row[key]
@@ -224,23 +248,20 @@ def _pair(row: _Row, buckets: tuple[Bucket, ...], is_known: IsKnown) -> Pair:
         if key.startswith(start) and key.removeprefix(start).isdecimal()
     ]
     given = [named["image"], *(first if isinstance(first, list) else [first]), *numbered]
-    paths = [_file_of(one, row.get(_FOLDER, Path())) for one in given if one]
-    sizes = [size_of(path) for path in paths]
-    (width, height), *others = sizes
-    if others and abs(log(others[0][0] * height / (others[0][1] * width))) > _SHAPE:
-        raise BadPicture(
-            f"{paths[1].name} has {others[0][0]} x {others[0][1]} pixels and {paths[0].name} "
-            f"{width} x {height}: another shape, so that the change would be learned shifted; "
-            "crop both alike"
-        )
-    bucket = bucket_for(width, height, buckets)
+    folder = row.get(_FOLDER, Path())
+    paths = [_file_of(one, folder) for one in given if one]
+    masks = [_file_of(one, folder) for one in [named["mask"]] if one]
+    _check_shapes(paths[0], (*paths[1:2], *masks))
+    for further in paths[2:]:
+        size_of(further)
+    bucket = bucket_for(*size_of(paths[0]), buckets)
     pictures = [picture_of(path) for path in paths]
     for picture in pictures:
         if not is_known(picture, bucket):
             decode(picture.path)
     mask = None
-    if named["mask"] is not None:
-        mask = picture_of(_file_of(named["mask"], row.get(_FOLDER, Path())))
+    if masks:
+        mask = picture_of(masks[0])
         mask_weights(mask.path, bucket)
     return Pair(
         image=pictures[0], references=tuple(pictures[1:]), prompt=str(named["prompt"]).strip(),

@@ -204,8 +204,9 @@ class PairSource:
         """Continue from a cursor. Raises BadInput for one of other pairs or batches."""
         if {**state, "served": 0} != {**self.state_dict(), "served": 0}:
             raise BadInput(
-                "the checkpoint was made with other pairs, sizes, encoders or train.batch_rows: use "
-                "the same images, prompts, pipeline, data.* and image.* settings, or start a new run"
+                "the checkpoint was made with other pairs, sizes, encoders or train.batch_rows: "
+                "use the same images, prompts, pipeline, data.* and image.* settings, or start a "
+                "new run"
             )
         self._served = state["served"]
 
