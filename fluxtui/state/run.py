@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from fluxtrain.events import events as ev
 from fluxtrain.events.events import setting_name
+from fluxtrain.events.printable import quoted
 from fluxtrain.events.run_folder.states import state_of_exit
 from fluxtrain.units import bytes_text, duration_text, loss_text, speed_text
 from fluxtui.state.changes import Changes, with_advice, without_advice
@@ -296,7 +297,7 @@ def _after_checkpoint(state: FoldedRun, event: ev.CheckpointWritten) -> FoldedRu
 
 
 def _after_sample(state: FoldedRun, event: ev.SampleGenerated) -> FoldedRun:
-    text = f"step {event.step}: {event.prompt}{event.text}".replace("\n", " ")
+    text = f"step {event.step}: {quoted(event.prompt)} -> {quoted(event.text)}"
     state = replace(state, sample=event, samples=with_sample(state.samples, event))
     return _logged(state, event, "info", "sample", text)
 

@@ -78,7 +78,7 @@ def test_answers_are_those_of_the_model_alone_and_come_with_each_evaluation(
             assert answer.text == tokenizer.decode(new, skip_special_tokens=True)
             assert (answer.tokens, answer.ended) == (len(new), "end" if ended else "length")
     said = capsys.readouterr().out
-    assert "sample 1 of 3 at step 2: the quick brown|" in said
+    assert 'sample 1 of 3 at step 2: "the quick brown" -> "' in said
     assert "sample 3 of 3 at step 4 in " in said
 
 

@@ -251,7 +251,7 @@ def test_a_machine_sample_is_shown_for_seconds_only(made: ModuleType) -> None:
         (ev.CheckpointWritten(step=4, path="x", bytes=1 << 20, seconds=0.5), "info",
          "step 4: checkpoint of 1.00 MiB in 500 ms"),
         (ev.SampleGenerated(step=4, prompt="Return", text=" the\nlist"), "info",
-         "step 4: Return the list"),
+         'step 4: "Return" -> " the\\nlist"'),
         (ev.LogWritten(level="warning", text="slow disk"), "warning", "slow disk"),
         (ev.CommandAnswered(command="pause", ok=False, message="saving"), "warning",
          "pause: saving"),

@@ -162,6 +162,11 @@ def test_fast_steps_share_a_line_and_the_first_and_last_always_have_one() -> Non
     assert all(b - a >= 4 for a, b in pairwise(shown[:-1]))
 
 
+def test_a_sample_tells_prompt_and_answer_apart() -> None:
+    sample = ev.SampleGenerated(step=1, prompt='a | "b"\nQ: x ->', text=" c|d\n\n")
+    assert line(sample) == r'''sample: "a | \"b\"\nQ: x ->" -> " c|d\n\n"'''
+
+
 @pytest.mark.parametrize(
     "event",
     [

@@ -27,7 +27,7 @@ from fluxtrain.events.events import (
     StoppedEarly,
 )
 from fluxtrain.events.frames import encode_frame
-from fluxtrain.events.printable import printable_lines
+from fluxtrain.events.printable import printable_lines, quoted
 from fluxtrain.events.run_folder.states import state_of_exit
 from fluxtrain.events.typed import typed_line
 from fluxtrain.units import (
@@ -220,7 +220,7 @@ def _checkpoint(event: CheckpointWritten) -> str:
 
 @_text.register
 def _sample(event: SampleGenerated) -> str:
-    words = " ".join(f"{event.prompt}|{event.text}".split())
+    words = f"{quoted(event.prompt)} -> {quoted(event.text)}"
     if event.seconds is None:
         return f"sample: {words}"
     took = f" in {duration_text(event.seconds)}" if event.number == event.count else ""

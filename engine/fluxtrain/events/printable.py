@@ -6,6 +6,7 @@ obey an escape sequence in them.
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:  # every command prints, and few read a journal
@@ -28,6 +29,11 @@ def printable(text: str) -> str:
 def printable_lines(text: str) -> str:
     """Convert as `printable` does, but keep line ends."""
     return "\n".join(map(printable, text.split("\n")))
+
+
+def quoted(text: str) -> str:
+    """Return a text in quotes, in one line; quotes and line ends within it are escaped."""
+    return json.dumps(printable_lines(text), ensure_ascii=False)
 
 
 def is_plain(line: bytes) -> bool:
