@@ -10,6 +10,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, distributed
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fluxtrain.config.parallel_settings import CommSettings, FsdpSettings
@@ -138,6 +140,39 @@ def effects(settings: dict[str, Any]) -> dict[str, Any]:
         "order": order,
         "equal": abs(float(loss.detach()) - float(of_first.detach())) < 1e-5,
     }
+
+
+class _NoOperation(TorchDispatchMode):
+    """No operation of torch, and no look at the gradient of a shard, is allowed in here."""
+
+    def __enter__(self) -> Any:
+        def refuse(*_: object) -> None:
+            raise AssertionError("a gradient was read")
+
+        DTensor.grad = property(refuse)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        del DTensor.grad
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, function: Any, *_: Any, **__: Any) -> Any:
+        raise AssertionError(f"{function} was called")
+
+
+def looked_at() -> tuple[int, int]:
+    """Return the bytes of gradients that a look from another thread finds after the norm is
+    measured, and those that there are."""
+    engine, optimizer = sharded(llama())
+    steps(engine, optimizer, 0, 1, distributed.get_world_size(), distributed.get_rank())
+    engine.model(input_ids=step_rows(0), use_cache=False).logits.float().mean().backward()
+    engine.clip_grad_norm(1.0)
+    there = sum(p.grad.to_local().nbytes for p in engine.model.parameters())
+    with _NoOperation():
+        seen = engine.memory().device_by["gradients"], engine.residency().gradients_bytes
+    engine.close()
+    assert seen[0] == seen[1]
+    return seen[0], there
 
 
 def refused_step(fused: bool) -> tuple[bool, bool]:

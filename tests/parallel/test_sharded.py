@@ -159,6 +159,11 @@ def test_what_cannot_be_sharded_is_refused_with_the_cure() -> None:
         refuse_unshardable(model)
 
 
+def test_a_look_from_another_thread_calls_no_operation(ranks: Ranks) -> None:
+    for seen, there in ranks.run(work.looked_at):
+        assert seen == there > 0
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_step_that_is_not_finite_changes_no_weight(ranks: Ranks, fused: bool) -> None:
     assert ranks.run(work.refused_step, fused) == [(True, True)] * 2

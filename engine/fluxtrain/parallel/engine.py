@@ -75,7 +75,7 @@ class ShardedEngine:
         """`shards` are the ranks that hold one copy of the model together."""
         self.model, self.parts, self.loose = model, parts, loose
         self._shards_here = list(model.parameters())  # a pass puts whole ones in their places
-        self.device, self.plan, self.chunk_rows = device, plan, plan.layout.chunk_rows
+        self.device, self.plan, self.chunk_rows = device, plan, 0
         self.cards = [Card(device, CardCounts(device.torch_device))]
         self.exchanges: list[Exchange] = []  # of compressed gradients
         self.units: dict[str, nn.Module] = {}  # gathered at once; "" is the model itself
@@ -84,6 +84,7 @@ class ShardedEngine:
         self.offloads = False  # shards are in host memory, and a GPU computes
         self.spill = Spill(Path())  # nothing of it lives on disk
         self.norm: GradNorm | None = None
+        self._gradients_bytes = 0
         self.optimizer: torch.optim.Optimizer | None = None
         self.exchange = NotExchanged()  # of the engine that streams: here torch exchanges
         self._shards = shards
@@ -106,6 +107,7 @@ class ShardedEngine:
     def clip_grad_norm(self, max_norm: float | None, losses: Sequence[Tensor] = ()) -> GradNorm:
         """Measure the global norm, and add up the losses of all ranks; a collective."""
         device = self.device.torch_device
+        self._see_gradients()
         squares = torch.stack([_square_of(part, device) for part in self.parts])
         distributed.all_reduce(squares, group=self._shards)
         if losses:
@@ -145,12 +147,14 @@ class ShardedEngine:
         optimizer.step()
         if self.device.torch_device.type == "cpu":  # a GPU knows its peak
             counts = self.cards[0].counts
+            self._see_gradients()
             counts.peak_bytes = max(counts.peak_bytes, sum(self._bytes().values()))
 
     def forget_gradients(self) -> None:
         """Drop all gradients."""
         for parameter in self._shards_here:
             parameter.grad = None
+        self._gradients_bytes = 0
 
     free_gradients = begin_step_again = forget_gradients
 
@@ -207,19 +211,26 @@ class ShardedEngine:
         )  # fmt: skip
 
     def _bytes(self) -> dict[str, int]:
-        """Count the bytes of this rank's shards by what they are."""
+        """Count the bytes of this rank's shards by what they are.
+
+        Another thread than the one that trains asks. So gradients are those that the latter has
+        seen: to read `.grad` of a DTensor while a backward pass makes it corrupts memory (2.13).
+        """
         by = dict.fromkeys(
             ("weights", "frozen", "packed", "unpacked", "gradients", "optimizer", "activations",
              "workspace", "cache"), 0,
         )  # fmt: skip
         for parameter in self._shards_here:
             kind = "weights" if parameter.requires_grad else "frozen"
-            by["packed" if id(parameter) in self.packed else kind] += _local(parameter).nbytes
-            if parameter.grad is not None:
-                by["gradients"] += _local(parameter.grad).nbytes
+            by["packed" if id(parameter) in self.packed else kind] += _nbytes(parameter)
+        by["gradients"] = self._gradients_bytes
         for state in self._states().values():
-            by["optimizer"] += sum(_local(moment).nbytes for moment in state.values())
+            by["optimizer"] += sum(map(_nbytes, state.values()))
         return by
+
+    def _see_gradients(self) -> None:
+        grads = (parameter.grad for parameter in self._shards_here)
+        self._gradients_bytes = sum(_nbytes(grad) for grad in grads if grad is not None)
 
     def traffic(self) -> Traffic:
         """Count nothing over the bus: what ranks send to each other is in `exchanges`."""
@@ -336,6 +347,11 @@ def exchange_shards(exchange: Exchange, named: str) -> Iterator[tuple[str, dict[
     distributed.all_gather_object(every, own)
     for rank, state in enumerate(every):
         yield f"{EXCHANGE}{rank}.{named}", state
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """Return the bytes of this rank's shard, without an operation of torch."""
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).nbytes
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -97,6 +97,7 @@ class ShardedRun(Run):
         frozen = method_of(config).frozen_storage(config.method)
         how: dict[str, Any] = {"frozen": frozen, "seed": config.train.seed}
         engine = shard(model, where, config.fsdp, config.comm, self._plan.placement, **how)
+        engine.chunk_rows = self._plan.placement.layout.chunk_rows
         model.__dict__[ENGINE] = engine
         if config.comm.compress == "auto":
             self._compress_where_faster(engine)
