@@ -13,6 +13,9 @@ from fluxtrain.data.reading.request import read_request
 from fluxtrain.data.store import shards
 
 
+SMALL = (1400, 2800)  # tokens of a shard, which rows are packed within, and characters of a batch
+
+
 def prepared(path: str, cache: str, tokenizer: str) -> PreparedData:
     """Prepare a file with small shards."""
     source = DataSource(
@@ -29,6 +32,6 @@ def digest(data: PreparedData) -> str:
 
 
 if __name__ == "__main__":
-    shards.SHARD_TOKENS, encode.BATCH_CHARACTERS = 4096, 8192
+    shards.SHARD_TOKENS, encode.BATCH_CHARACTERS = SMALL
     print("ready", time.monotonic(), flush=True)
     print(digest(prepared(*sys.argv[1:4])), flush=True)

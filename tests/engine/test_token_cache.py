@@ -22,7 +22,7 @@ from fluxtrain.data.store.cache import UNUSED_S, CachedTokens, forget_unused, ho
 from fluxtrain.data.store.shards import Numbers
 from fluxtrain.errors import BadInput
 from fluxtrain.files.cache import Damaged, read_sealed
-from tests.engine.cache_worker import digest, prepared
+from tests.engine.cache_worker import SMALL, digest, prepared
 
 TALK = [{"role": "user", "content": "what is two?"}, {"role": "assistant", "content": "it is four"}]
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs"]
@@ -50,8 +50,9 @@ def data(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "SHARD_TOKENS", 1400)
-    monkeypatch.setattr("fluxtrain.data.encoding.encode.BATCH_CHARACTERS", 2800)
+    tokens, characters = SMALL
+    monkeypatch.setattr(shards, "SHARD_TOKENS", tokens)
+    monkeypatch.setattr("fluxtrain.data.encoding.encode.BATCH_CHARACTERS", characters)
 
 
 def worker(data: str, cache: Path, tokenizer: Path) -> subprocess.Popen[str]:
