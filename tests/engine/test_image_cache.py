@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from fluxtrain.config.schema import RunConfig, load_config
 from fluxtrain.data.images.pairs import Pair, read_pairs
-from fluxtrain.errors import BadInput
+from fluxtrain.errors import BadInput, ReadFailed
 from fluxtrain.methods.image import encoding
 from fluxtrain.methods.image.adapter import find_layers
 from fluxtrain.methods.image.encoding import Encodings, encode, encodings_of
@@ -82,6 +82,20 @@ def test_a_changed_image_and_another_vae_are_encoded_anew(images: Images, tmp_pa
     tensors["decoder.conv_out.bias"] += 1
     save_file(tensors, weights)
     assert encoded(opened(images, cache, pipeline), changed)[0] > PICTURES - 3
+
+
+@pytest.mark.parametrize("change", ["removed", "changed"])
+def test_a_picture_that_changes_after_it_was_checked_is_not_encoded(
+    images: Images, tmp_path: Path, change: str
+) -> None:
+    shutil.copytree(images.data, tmp_path / "data")
+    pairs = read_pairs(tmp_path / "data", 64).trained
+    path = tmp_path / "data" / "001-after.png"
+    path.unlink()
+    if change == "changed":
+        shutil.copy(images.data / "002-after.png", path)
+    with pytest.raises(ReadFailed, match=r"001-after\.png .* since the pairs were checked"):
+        encoded(opened(images, tmp_path / "cache"), pairs)
 
 
 def test_the_encoders_are_gone_before_the_transformer_comes(images: Images, tmp_path: Path) -> None:

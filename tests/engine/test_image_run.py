@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fluxtrain.config.schema import image_demo_config, load_config
-from fluxtrain.errors import BadInput
+from fluxtrain.errors import BadInput, ReadFailed
 from fluxtrain.events import events as ev
 from fluxtrain.events.run_folder.removal import contents
 from fluxtrain.models.quiet import quiet_diffusers
@@ -19,6 +20,7 @@ from fluxtrain.train.checkpoint.recovery import locate
 from fluxtrain.train.run import Run, train
 from tests.engine.images import Images
 from tests.engine.runs import losses, of, run, told
+from tests.engine.test_disk_run import after
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -121,6 +123,20 @@ def test_a_run_that_was_cut_goes_on_with_the_same_losses(
     assert list(saved[0]) == list(saved[1]) != []
     for name, tensors in saved[0].items():
         assert all(torch.equal(saved[1][name][key], tensor) for key, tensor in tensors.items())
+
+
+def test_a_mask_that_is_gone_while_it_trains_ends_with_the_way_on(
+    images: Images, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(images.data, tmp_path / "data")
+    mask, pairs = tmp_path / "data" / "mask.png", tmp_path / "data" / "pairs.jsonl"
+    Image.new("L", (64, 64), 255).save(mask)
+    rows = [json.loads(line) | {"mask": mask.name} for line in pairs.read_text().splitlines()]
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    after(4, mask.unlink, monkeypatch)
+    config = images.config(tmp_path, data__path=str(pairs), train__checkpoint_every=3)
+    with pytest.raises(ReadFailed, match=r"mask\.png cannot be read.*--resume"):
+        run(config, tmp_path / "run")
 
 
 def test_a_run_does_not_go_on_beside_another_vae(images: Images, tmp_path: Path) -> None:

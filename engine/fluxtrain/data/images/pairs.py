@@ -29,7 +29,7 @@ from fluxtrain.data.images.pictures import (
     mask_weights,
     size_of,
 )
-from fluxtrain.errors import BadInput, brief
+from fluxtrain.errors import BadInput, ReadFailed, brief
 from fluxtrain.files.atomic import write_bytes
 from fluxtrain.files.cache import cache_root
 
@@ -292,3 +292,14 @@ def picture_of(path: Path) -> Picture:
             return Picture(path, hashlib.file_digest(file, "sha256").hexdigest())
     except OSError as error:
         raise BadPicture(f"{path.name} cannot be read ({error.strerror})") from None
+
+
+def path_of(picture: Picture) -> Path:
+    """Return where a picture's file is. Raises ReadFailed where it is another one by now."""
+    try:
+        if picture_of(picture.path) == picture:
+            return picture.path
+        wrong = f"{picture.path} was changed"
+    except BadPicture as error:
+        wrong = str(error)
+    raise ReadFailed(f"{wrong} since the pairs were checked: put it back, or start a new run")

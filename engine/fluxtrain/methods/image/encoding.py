@@ -22,9 +22,9 @@ from torch import Tensor
 import fluxtrain
 from fluxtrain.core.device.heap import trim_heap
 from fluxtrain.core.wrap.engine import engine_of
-from fluxtrain.data.images.pairs import Pair, Picture
+from fluxtrain.data.images.pairs import Pair, Picture, path_of
 from fluxtrain.data.images.pictures import Bucket, cropped
-from fluxtrain.errors import BadInput
+from fluxtrain.errors import BadInput, ReadFailed
 from fluxtrain.files.atomic import write_bytes
 from fluxtrain.files.cache import cache_root
 from fluxtrain.methods.objective import choose_attention
@@ -139,7 +139,7 @@ def _encode_pictures(
     encodings.images.mkdir(parents=True, exist_ok=True)
     for number, (path, (picture, bucket)) in enumerate(pictures.items(), 1):
         tell(f"image {number:,} of {len(pictures):,} encoded")
-        pixels = torch.from_numpy(cropped(picture.path, bucket)).permute(2, 0, 1)[None]
+        pixels = torch.from_numpy(cropped(path_of(picture), bucket)).permute(2, 0, 1)[None]
         with torch.no_grad():
             latents = made._encode_vae_image(pixels.to(device).to(made.vae.dtype) / 127.5 - 1, None)
         if not latents.isfinite().all():
@@ -208,7 +208,7 @@ def _read(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except Exception as error:  # safetensors has kinds of its own
-        raise BadInput(
-            f"{path} cannot be read ({' '.join(str(error).split())[:100]}): remove it, and the "
-            "next start encodes it again"
+        raise ReadFailed(
+            f"{path} cannot be read ({' '.join(str(error).split())[:100]}): remove what is left of "
+            "it, and the next start encodes it again"
         ) from error

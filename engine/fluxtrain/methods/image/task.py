@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fluxtrain.data.images.pairs import Pair, Pairs
+from fluxtrain.data.images.pairs import Pair, Pairs, path_of
 from fluxtrain.data.images.pictures import Bucket, mask_weights, tokens_of
 from fluxtrain.data.splitting import Order
 from fluxtrain.errors import BadInput
@@ -149,7 +149,7 @@ class ImageTask(Task[PairBatch]):
 def _weights(pair: Pair) -> Tensor:
     if pair.mask is None:
         return torch.ones(tokens_of(pair.bucket))
-    return torch.from_numpy(mask_weights(pair.mask.path, pair.bucket))
+    return torch.from_numpy(mask_weights(path_of(pair.mask), pair.bucket))
 
 
 def _tokens(kind: _Kind) -> int:
