@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fluxtrain.config.schema import load_config
 from fluxtrain.core.device import disk, spill
 from fluxtrain.errors import DoesNotFit, Interrupted
 from fluxtrain.events import events as ev
@@ -135,6 +136,20 @@ def test_a_checkpoint_beside_the_steps_is_what_waiting_would_have_written(
     held = {event.step: event.held_s for event in written}
     assert held[2] is not None and held[8] is not None and held[9] is None
     assert 0 < held[2] < written[0].seconds
+
+
+def test_a_plan_refuses_the_folder_that_a_run_would(
+    run_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told_of(path: str) -> str:
+        config = load_config(run_config(placement__disk="on", placement__disk_path=path))
+        return placing.spill_home(config, {}, str(tmp_path)).unusable
+
+    (tmp_path / "file").touch()
+    for name in ("away", "file"):
+        assert "set placement.disk_path to a folder that is there" in told_of(str(tmp_path / name))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert not told_of("~")
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ pydantic checks a configuration by them, `check` a request that was made in Pyth
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Annotated, Any, Literal, get_type_hints
@@ -131,6 +132,11 @@ class PlacementRequest:
     def host_bytes(self) -> int | None:
         """Return the bytes of host memory that the plan may use; None: no limit."""
         return None if self.host_gib is None else max(1, int(self.host_gib * GIB))
+
+    @property
+    def spill_folder(self) -> str:
+        """Return the folder that optimizer states may live in; empty: the run's."""
+        return os.path.expanduser(self.disk_path or "")
 
     @property
     def budget_bytes(self) -> int | None:

@@ -238,7 +238,7 @@ class Run:
             plan.constants.rates(has_gpu=plan.capacity.has_gpu),
             lambda: list(session.timeline.recent),
             plan.constants.run_times,
-            spill_folder=self._config.placement.disk_path or session.run_dir.path,
+            spill_folder=self._config.placement.spill_folder or session.run_dir.path,
         )
         shared = self.engine.exchange.shares is not None
         moves_states = self._config.placement.disk != "off" and not shared

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
+import os
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -263,14 +264,19 @@ def spill_home(
 ) -> DiskHome:
     """Return where optimizer states may live that the host cannot hold: placement.disk_path, or in
     the run's folder. per_s: rates of the probe. here: on this machine."""
-    folder = config.placement.disk_path or runs_in
-    folder = folder or (tempfile.gettempdir() if here else "the run's folder")
+    asked = config.placement.spill_folder
+    folder = asked or runs_in or (tempfile.gettempdir() if here else "the run's folder")
     found = read_disk(Path(folder))
     unusable = ""
     if here and found.in_memory:
         unusable = (
             f"optimizer states cannot live in {folder}, which is in memory itself "
             f"({found.file_system}): set placement.disk_path to a folder on a disk"
+        )
+    elif here and asked and not os.access(asked, os.W_OK | os.X_OK):
+        unusable = (
+            f"optimizer states cannot live in {asked}: set placement.disk_path to a folder that is "
+            "there and that this user can write to"
         )
     return DiskHome(
         folder=folder,
