@@ -18,6 +18,7 @@ from transformers import Trainer, TrainingArguments
 import fluxtrain
 from fluxtrain.commands import processes
 from fluxtrain.config.schema import demo_config
+from fluxtrain.core.ranks.join import Ranks
 from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.errors import BadInput, MisusedModel
 from fluxtrain.events.emitter import Emitter
@@ -90,6 +91,15 @@ def test_a_group_of_one_process_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     before = weights(model)
     step(DistributedDataParallel(model))
     assert not any(map(torch.equal, before, weights(model)))
+
+
+@pytest.mark.usefixtures("alone")
+def test_groups_of_ours_wait_as_long_as_the_users_own() -> None:
+    ranks = Ranks(rank=0, world=1, processes=(("here", os.getpid()),))
+    groups = [ranks.device_group(torch.device("cpu")), ranks.of_machine().host]
+    for group in (distributed.group.WORLD, *groups):
+        options = group._get_backend(torch.device("cpu")).options
+        assert options._timeout.total_seconds() == 120
 
 
 def test_wrap_before_the_ranks_are_joined_names_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
