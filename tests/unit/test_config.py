@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -18,6 +19,7 @@ from fluxtrain.config.schema import (
     demo_config,
     json_schema,
     load_config,
+    overridden,
     settings,
     validate,
 )
@@ -257,3 +259,15 @@ def test_one_of_them_alone_makes_none(sets: list[str]) -> None:
 def test_a_mistake_in_one_is_told_with_its_key() -> None:
     with pytest.raises(BadInput, match="learning_rate"):
         config_of(["model.path=m", "data.path=d", "train.learning_rate=fast"])
+
+
+@pytest.mark.parametrize("written_as", ["fsdp", "trainer.fsdp"])
+@pytest.mark.parametrize("set_as", ["fsdp", "trainer.fsdp"])
+@pytest.mark.parametrize("content", [{}, {"enabled": True, "cpu_offload": False}])
+def test_settings_of_a_trainer_are_those_of_fsdp(
+    content: dict[str, Any], set_as: str, written_as: str
+) -> None:
+    raw = {"trainer": {"fsdp": content}} if written_as == "trainer.fsdp" else {"fsdp": content}
+    words = ["fsdp.enabled=true", f"{set_as}.cpu_offload=true"]
+    settings = overridden(raw if content else {}, words, "run.yaml").fsdp
+    assert settings.enabled and settings.cpu_offload

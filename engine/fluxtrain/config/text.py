@@ -77,7 +77,7 @@ def apply_overrides(raw: dict[str, Any], overrides: list[str]) -> dict[str, Any]
             raise BadInput(
                 f"--set {brief(override)}: write section.key=value, as in train.steps=100"
             )
-        node = result
+        node, parts = result, _as_written(parts, result)
         for part in parts[:-1]:
             if not isinstance(node.get(part), dict):
                 node[part] = {}
@@ -96,3 +96,9 @@ def apply_overrides(raw: dict[str, Any], overrides: list[str]) -> dict[str, Any]
                 f"--set {brief(key)}: {brief(value, 60)!r} is not a YAML value; quote it"
             ) from None
     return result
+
+
+def _as_written(parts: list[str], raw: dict[str, Any]) -> list[str]:
+    """Return a key of `fsdp` or `trainer.fsdp`, which are one section, as `raw` names it."""
+    own = parts[1:] if parts[:2] == ["trainer", "fsdp"] else parts
+    return ["trainer", *own] if own[0] == "fsdp" and "trainer" in raw else own
