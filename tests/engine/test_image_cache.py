@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import shutil
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from fluxtrain.config.schema import RunConfig, load_config
 from fluxtrain.data.images.pairs import Pair, read_pairs
-from fluxtrain.errors import BadInput, ReadFailed
+from fluxtrain.errors import BadInput, NoSpace, ReadFailed
 from fluxtrain.methods.image import encoding
 from fluxtrain.methods.image.adapter import find_layers
 from fluxtrain.methods.image.encoding import Encodings, encode, encodings_of
@@ -54,7 +55,7 @@ def test_a_start_that_was_killed_goes_on_where_it_was(
     pairs = read_pairs(images.data, 64).trained
     written: list[Path] = []
 
-    def dies(path: Path, content: bytes) -> None:
+    def dies(path: Path, content: bytes, _: str) -> None:
         if len(written) == 7:
             raise KeyboardInterrupt
         written.append(path)
@@ -64,6 +65,17 @@ def test_a_start_that_was_killed_goes_on_where_it_was(
         patched.setattr(encoding, "write_bytes", dies)
         encoded(opened(images, tmp_path), pairs)
     assert encoded(opened(images, tmp_path), pairs) == (PICTURES - 7, PROMPTS)
+
+
+def test_on_a_full_disk_the_setting_that_moves_the_cache_is_named(
+    images: Images, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("fluxtrain.files.atomic.replace_file", full)
+    with pytest.raises(NoSpace, match=r"another disk with --set image\.cache=FOLDER"):
+        encoded(opened(images, tmp_path), read_pairs(images.data, 64).trained)
 
 
 def test_a_changed_image_and_another_vae_are_encoded_anew(images: Images, tmp_path: Path) -> None:

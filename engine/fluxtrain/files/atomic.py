@@ -95,12 +95,12 @@ def replace_file(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write `path` as `replace_file` does. Raises as `storage_error`."""
+def write_bytes(path: Path, content: bytes, option: str = "--run-dir") -> None:
+    """Write `path`, which `option` moves, as `replace_file` does. Raises as `storage_error`."""
     try:
         replace_file(path, content)
     except OSError as error:
-        raise storage_error(path, error, len(content)) from error
+        raise storage_error(path, error, len(content), option) from error
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -34,6 +34,7 @@ from fluxtrain.models.quiet import quiet_diffusers
 
 VERSION = 1  # raise it when the same image or prompt would be encoded otherwise
 TOLD_EVERY_S = 1.0
+_OPTION = "--set image.cache=FOLDER"  # names another disk
 Tell = Callable[[str], None]
 
 
@@ -147,7 +148,7 @@ def _encode_pictures(
                 f"{picture.path}: its latents are not finite in {encodings.dtype}: set "
                 "model.dtype=bfloat16 or float32"
             )
-        write_bytes(path, save({"latents": latents[0].cpu().contiguous()}))
+        write_bytes(path, save({"latents": latents[0].cpu().contiguous()}), _OPTION)
     del made
     _free(device)
 
@@ -190,7 +191,7 @@ def _encode_prompts(
                 prompt, max_sequence_length=encodings.caption_tokens, device=device, dtype=dtype
             )
             found = {"words": words[0].cpu().contiguous(), "pooled": pooled[path].contiguous()}
-            write_bytes(path, save(found))
+            write_bytes(path, save(found), _OPTION)
     if device.type == "cuda":
         engine_of(t5.text_encoder_2).close()
     del t5, model
