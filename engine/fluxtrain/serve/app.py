@@ -42,15 +42,15 @@ from fluxtrain.serve.worker import Said
 
 JSON_BYTES = 16 << 20
 FORM_BYTES = 1 << 16  # of an upload's form besides the file
-NOT_JSON = "the body is not valid JSON{}: send one JSON object"
+SEND_JSON = "send one JSON object as application/json"
+NOT_JSON = f"the body is not valid JSON{{}}: {SEND_JSON}"
 NO_FORM = "the upload is no form that can be read: send multipart/form-data as the openai SDK does"
 _SHOULD = re.compile(r"^\w+ should")
 _WORDS = {  # in place of pydantic's
     "missing": "is missing",
     "extra_forbidden": "is not known here",
     **dict.fromkeys(("too_short", "string_too_short"), "must not be empty"),
-    "dict_type": "must be a JSON object",
-    "model_attributes_type": "must be a JSON object, sent as Content-Type: application/json",
+    **dict.fromkeys(("dict_type", "model_attributes_type"), "must be a JSON object"),
 }
 _MEMBER = re.compile(r"int|float|str|list\[.*\]|literal\[.*\]")  # as pydantic names them
 Limit = Annotated[int, Query(ge=1, le=1000)]
@@ -144,7 +144,9 @@ def _answer_errors(app: FastAPI, service: Service) -> None:
         param = _named(found[0]["loc"])
         same = [one for one in found if _named(one["loc"]) == param]  # of a union, all its members
         told = " or ".join(dict.fromkeys(map(_said, same))).replace(" or must be ", " or ")
-        return _error(400, f"{param or 'the body'} {told}", "invalid_request", param or None)
+        cure = "" if param or found[0]["type"] == "value_error" else f": {SEND_JSON}"
+        told = f"{param or 'the body'} {told}{cure}"
+        return _error(400, told, "invalid_request", param or None)
 
     @app.exception_handler(HTTPException)
     def _(request: Request, error: HTTPException) -> JSONResponse:
