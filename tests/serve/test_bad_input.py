@@ -324,3 +324,23 @@ def test_a_role_that_no_model_knows_is_refused_as_openai_does(served: Served, ro
     row = json.dumps({"messages": [{"role": "foo", "content": "Hi"}, messages[0]]}).encode()
     with pytest.raises(openai.BadRequestError, match="one of system, developer, user, assistant"):
         upload(served.client(), row)
+
+
+def test_numbers_that_are_none_are_refused_by_their_field(served: Served) -> None:
+    gate = b'{"version": "ft:a", "gate": {"file": "file-1", "min_gain": NaN}}'
+    assert refused(served, "/fluxtrain/aliases/best", gate)["param"] == "gate.min_gain"
+    chat = b'{"model": "demo", "temperature": Infinity, "messages": [{"role": "user"}]}'
+    assert refused(served, "/chat/completions", chat)["param"] == "temperature"
+
+
+def test_hyperparameters_count_in_both_of_their_places(served: Served) -> None:
+    method: Any = {"type": "supervised", "supervised": {"hyperparameters": {"batch_size": 2}}}
+    given: Any = {"n_epochs": 3, "batch_size": 1}
+    job = create(served.client(), method=method, hyperparameters=given)
+    assert (job.hyperparameters.n_epochs, job.hyperparameters.batch_size) == (3, 2)
+    assert job.fluxtrain["config"]["train"] == {"epochs": 3.0, "batch_rows": 2}
+
+
+def test_the_operators_model_is_not_deleted(served: Served) -> None:
+    with pytest.raises(openai.BadRequestError, match="demo is a model of the operator"):
+        served.client().models.delete("demo")

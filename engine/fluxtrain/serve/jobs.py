@@ -114,9 +114,11 @@ class JobRequest(Body):
 
     @property
     def asked(self) -> Hyperparameters:
-        """Return the hyperparameters, from either of their two places."""
-        method = self.method
-        return self.hyperparameters if method is None else method.supervised.hyperparameters
+        """Return the hyperparameters of both of their places; those within the method count."""
+        if self.method is None:
+            return self.hyperparameters
+        within = self.method.supervised.hyperparameters.model_dump(exclude_unset=True)
+        return self.hyperparameters.model_copy(update=within)
 
     def check(self) -> None:
         """Raise Refusal for fields that this service does not support."""
@@ -348,7 +350,8 @@ def add_job(
             **values,
             "number": (newest or 0) + 1,
             "created_s": store.now_s(),
-            "request": asked.model_dump(mode="json", exclude={"fluxtrain"}),
+            "request": asked.model_dump(mode="json", exclude={"fluxtrain", "method"})
+            | {"hyperparameters": asked.asked.model_dump()},
             "digest": sent.digest,
             "repeat_key": sent.key,
         }
@@ -412,7 +415,7 @@ def job_object(row: Mapping[str, Any]) -> dict[str, Any]:
     run = None if outcome is not None else summary_of(run_of(row["id"]))
     state = state_of(row, run)
     asked = row["request"]  # as it was dumped; to check it again would take longer than all else
-    hyper = (asked["method"] or {}).get("supervised", asked)["hyperparameters"]
+    hyper = asked["hyperparameters"]
     status = "queued" if state == "paused" else state
     failed = outcome if outcome is not None and status == "failed" else None
     eta = run.eta_s if run is not None and status == "running" else None
