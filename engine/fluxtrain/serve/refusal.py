@@ -16,7 +16,7 @@ _FOLDERS = re.compile(r"(?<![\w./:])/(?:[\w.+@-]+/)+")
 class Body(BaseModel):
     """The base of request bodies; unknown fields are refused by name."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod

@@ -111,7 +111,7 @@ def refuse_below_gate(asked: Promotion, now: str | None, why: Mapping[str, Any])
         return
     value = why[gate.metric]
     gain = value - before if why.get("higher_is_better") else before - value
-    if gain < gate.min_gain:
+    if not gain >= gate.min_gain:  # nor where a loss is not finite
         where = f"on {gate.file} its loss" if gate.metric == "loss" else f"its {gate.metric}"
         raise Refusal(
             f"the alias stays at {now}: {where} is {before:.6g} and that of {asked.version} "
