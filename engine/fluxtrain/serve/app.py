@@ -73,7 +73,7 @@ def allowed(scope: Scope) -> Callable[[Request], Caller]:
             )
         if not caller.may(scope):
             raise Refusal(
-                f"the key may {caller.scope}, and this needs one that may {scope}",
+                f"the key has the scope {caller.scope}, and this needs {scope}",
                 status=403,
                 code="insufficient_permissions",
             )
@@ -385,6 +385,8 @@ def _add_models(app: FastAPI, service: Service) -> None:
     @app.delete("/v1/models/{model_id:path}")
     def delete_model(model_id: str, caller: Trains) -> dict[str, Any]:
         """Delete a version of a model."""
+        if model_id in service.settings.models:
+            raise Refusal(f"{model_id} is a model of the operator, which no key deletes")
         registry.delete_version(store, caller.project, model_id)
         return {"id": model_id, "object": "model", "deleted": True}
 

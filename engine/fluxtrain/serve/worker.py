@@ -128,7 +128,8 @@ class ModelWorker:
                 if isinstance(event, Refused):
                     ended = True
                     refused = worker.refused.pop(named.adapter or "", event)
-                    raise try_again(refused.message) if refused.later else Refusal(refused.message)
+                    told = refused.message.replace(str(adapter), "the adapter")
+                    raise try_again(told) if refused.later else Refusal(told)
                 ended = isinstance(event, Answered)
                 yield event
         finally:

@@ -159,8 +159,8 @@ class Slots:
     @staticmethod
     def _unfit(source: AdapterSource, why: str) -> BadInput:
         return BadInput(
-            f"{source.folder} cannot be mounted in a slot: {why}; or use `fluxtrain export "
-            "--merge`, which makes a model of its own"
+            f"{source.folder} cannot be mounted in a slot: {why}; `fluxtrain export --merge` "
+            "makes a model of its own of it"
         )
 
 
