@@ -12,7 +12,6 @@ from fluxtrain.data.prepare import DataSource, ModelLimits, PreparedData, prepar
 from fluxtrain.data.reading.request import read_request
 from fluxtrain.data.store import shards
 
-
 SMALL = (1400, 2800)  # tokens of a shard, which rows are packed within, and characters of a batch
 
 
