@@ -170,6 +170,8 @@ def generate(model: str) -> None:
         text = asked.get("prompt") or asked["messages"][-1]["content"]
         if text == "die":
             os.kill(os.getpid(), 9)
+        if text == "no answer":
+            continue
         if text == "refuse":
             _say(Refused(id=asked["id"], message="no"))
             continue

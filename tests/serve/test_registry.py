@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,8 @@ def trained(client: openai.OpenAI, *words: str) -> str:
     return str(name)
 
 
-def asked(client: openai.OpenAI, model: str) -> str:
-    message: Any = {"role": "user", "content": "one two"}
+def asked(client: openai.OpenAI, model: str, words: str = "one two") -> str:
+    message: Any = {"role": "user", "content": words}
     answer = client.chat.completions.create(model=model, messages=[message])
     return str(answer.choices[0].message.content)
 
@@ -133,6 +134,16 @@ def test_a_worker_that_dies_is_told_and_the_next_ask_is_answered(served: Served)
         model="demo", messages=[{"role": "user", "content": "a b c"}], stream=True
     )
     assert [one.choices[0].delta.content for one in pieces][1:-1] == ["a ", "b ", "c "]
+
+
+def test_an_ask_that_a_stop_of_the_server_cuts_off_is_told_to_come_again(served: Served) -> None:
+    with ThreadPoolExecutor() as threads:
+        answer = threads.submit(asked, served.client(), "demo", "no answer")
+        wait_for(lambda: getattr(served.service.worker, "_worker", None) is not None)
+        served.close()
+        with pytest.raises(openai.InternalServerError, match="the server is stopping") as told:
+            answer.result(30)
+    assert told.value.status_code == 503 and told.value.response.headers["retry-after"]
 
 
 def test_what_this_server_does_not_do_is_refused_by_its_name(served: Served) -> None:

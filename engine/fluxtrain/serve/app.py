@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import traceback
@@ -38,7 +39,7 @@ from fluxtrain.serve.refusal import Refusal, not_found, without_folders
 from fluxtrain.serve.registry import Promotion
 from fluxtrain.serve.service import Service
 from fluxtrain.serve.store import files, jobs, new_id
-from fluxtrain.serve.worker import Said
+from fluxtrain.serve.worker import AGAIN_S, Said
 
 JSON_BYTES = 16 << 20
 FORM_BYTES = 1 << 16  # of an upload's form besides the file
@@ -138,15 +139,7 @@ def _answer_errors(app: FastAPI, service: Service) -> None:
 
     @app.exception_handler(RequestValidationError)
     def _(_: Request, error: RequestValidationError) -> JSONResponse:
-        found = error.errors()
-        if found[0]["type"] == "json_invalid":
-            return _error(400, NOT_JSON.format(f" (character {int(found[0]['loc'][-1]) + 1})"))
-        param = _named(found[0]["loc"])
-        same = [one for one in found if _named(one["loc"]) == param]  # of a union, all its members
-        told = " or ".join(dict.fromkeys(map(_said, same))).replace(" or must be ", " or ")
-        cure = "" if param or found[0]["type"] == "value_error" else f": {SEND_JSON}"
-        told = f"{param or 'the body'} {told}{cure}"
-        return _error(400, told, "invalid_request", param or None)
+        return _unfit(error.errors())
 
     @app.exception_handler(HTTPException)
     def _(request: Request, error: HTTPException) -> JSONResponse:
@@ -166,11 +159,25 @@ def _answer_errors(app: FastAPI, service: Service) -> None:
     async def _(request: Request, go_on: Callable[[Request], Any]) -> Any:
         try:
             answer = _refused_size(request, service) or await go_on(request)
+        except asyncio.CancelledError:  # uvicorn's, of what has not ended when it stops
+            answer = _error(503, "the server is stopping: ask again", retry_after_s=AGAIN_S)
         except Exception:  # noqa: BLE001 - whatever it is, the client gets an answer
             traceback.print_exc()
             answer = _error(500, "a bug of FluxTrain: the server's log has the traceback")
         answer.headers["x-request-id"] = new_id("req")
         return answer
+
+
+def _unfit(found: Sequence[Any]) -> JSONResponse:
+    """Return the answer to a body that is no JSON, or has fields that do not fit."""
+    if found[0]["type"] == "json_invalid":
+        return _error(400, NOT_JSON.format(f" (character {int(found[0]['loc'][-1]) + 1})"))
+    param = _named(found[0]["loc"])
+    same = [one for one in found if _named(one["loc"]) == param]  # of a union, all its members
+    told = " or ".join(dict.fromkeys(map(_said, same))).replace(" or must be ", " or ")
+    cure = "" if param or found[0]["type"] == "value_error" else f": {SEND_JSON}"
+    told = f"{param or 'the body'} {told}{cure}"
+    return _error(400, told, "invalid_request", param or None)
 
 
 def _said(error: Mapping[str, Any]) -> str:
