@@ -95,6 +95,7 @@ def test_a_network_mount_is_refused(kind: str, refused: bool, tmp_path: Path) ->
         ("models: {a: {path: demo, method: lora}}", "method: full"),
         ("quotas: {card_hours: 0}", "card_hours"),
         ("cards: [a]", "cards"),
+        ("models: {a: {method: lora}}", r"serve\.yaml: models\.a\.path is missing$"),
     ],
 )
 def test_a_mistake_in_the_operators_file_is_named(text: str, told: str, tmp_path: Path) -> None:

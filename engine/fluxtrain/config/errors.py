@@ -123,8 +123,9 @@ def _message(key: str, within: tuple[Any, ...], item: Any, keys: list[str], word
         text += ": put it in quotes"
     if key == "train.betas" and kind in ("missing", "too_long"):
         within, text = (), "must be two numbers"
-    elif kind == "missing":  # every other key has a default
-        return f"{_named(key, within[:-1])} has no {within[-1]}: it has {_ENTRY_KEYS}"
+    elif kind == "missing":  # every other key of a run has a default
+        of_entry = f"{_named(key, within[:-1])} has no {within[-1]}: it has {_ENTRY_KEYS}"
+        return of_entry if key in keys else f"{key} is missing"
     if key in _TAKES and not within and kind != "value_error":
         empty = "not be empty, but " if kind.endswith("too_short") else "be "
         text = f"must {empty}{_TAKES[key]}"
