@@ -33,7 +33,7 @@ class FakeEngine:
     def __init__(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.shards = {n: {"w": torch.randn(5, generator=generator)} for n in ("a", "b.0")}
-        self.chunk_rows = 4
+        self.chunk_rows, self.compression = 4, ""
         self.loss_scale = None
         self.device = SimpleNamespace(recorder=Recorder(HostClock()))
 
