@@ -271,3 +271,19 @@ def test_settings_of_a_trainer_are_those_of_fsdp(
     words = ["fsdp.enabled=true", f"{set_as}.cpu_offload=true"]
     settings = overridden(raw if content else {}, words, "run.yaml").fsdp
     assert settings.enabled and settings.cpu_offload
+
+
+@pytest.mark.parametrize(
+    ("asked", "cure"),
+    [
+        (["comm.profile_steps=2"], ["comm.profile_steps=0"]),
+        (["comm.compress=int8", "comm.gather=fp8"], ["comm.compress=none", "comm.gather=none"]),
+    ],
+)
+def test_what_is_of_sharded_models_is_refused_without_them(
+    asked: list[str], cure: list[str]
+) -> None:
+    with pytest.raises(BadInput, match=f"parallel.mode=fsdp, or {' '.join(cure)}"):
+        demo_config(asked)
+    for cured in (cure, ["parallel.mode=fsdp"]):
+        demo_config([*asked, *cured])

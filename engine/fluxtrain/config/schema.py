@@ -266,11 +266,14 @@ class RunConfig(Section):
         return self.parallel.processes if self.is_sharded else 1
 
     @model_validator(mode="after")
-    def _compression_only_between_shards(self) -> RunConfig:
-        if not self.is_sharded and (self.comm.compress != "none" or self.comm.gather != "none"):
+    def _communication_only_between_shards(self) -> RunConfig:
+        unset = {"compress": "none", "gather": "none", "profile_steps": 0}
+        given = [name for name, value in unset.items() if getattr(self.comm, name) != value]
+        if given and not self.is_sharded:
+            told = ", ".join(f"comm.{name} = {getattr(self.comm, name)}" for name in given)
+            without = " ".join(f"comm.{name}={unset[name]}" for name in given)
             raise ValueError(
-                f"comm.compress = {self.comm.compress} and comm.gather = {self.comm.gather} are of "
-                "sharded models: set parallel.mode=fsdp, or leave them out"
+                f"{told}: that is of sharded models: set parallel.mode=fsdp, or {without}"
             )
         return self
 
