@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
 
 from fluxtrain.parallel.auto import choose
-from fluxtrain.parallel.profile import Ran, summarised
+from fluxtrain.parallel.profile import WARM_STEPS, Ran, StepProfiler, summarised
 from tests.parallel import rank_work as work
 from tests.parallel.rank_pool import Ranks
 
@@ -39,6 +42,16 @@ def test_names_of_gloo_are_those_of_nccl() -> None:
     assert "say nothing about a GPU" in found.table()
     alone = summarised([Ran("aten::mm", 0, 10)], 1, 1e-3, gpu=False)
     assert (alone.comm_ms, alone.overlap) == (0.0, 0.0)
+
+
+def test_steps_take_all_of_the_time_that_is_profiled(tmp_path: Path) -> None:
+    profiler = StepProfiler(tmp_path, 2, gpu=False)
+    assert [profiler.step_done() for _ in range(WARM_STEPS)] == [None] * WARM_STEPS
+    torch.ones(256, 256) @ torch.ones(256, 256)
+    assert profiler.step_done() is None
+    found = profiler.end()
+    assert found is not None and found.steps == 1 and found is profiler.found
+    assert 0 < found.compute_ms < found.step_ms
 
 
 def test_compression_is_chosen_where_it_is_measured_to_pay() -> None:

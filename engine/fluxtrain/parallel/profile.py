@@ -134,30 +134,36 @@ class StepProfiler:
         """`folder` gets the trace, which TensorBoard and Perfetto open, and the numbers."""
         self._folder, self._steps, self._gpu = folder, steps, gpu
         self._seen = 0
-        self._seconds = 0.0
+        self._started_s = 0.0
         self._profile: Any = None
         self.found: Communication | None = None
 
-    def step_done(self, step_s: float) -> Communication | None:
-        """Count a step of `step_s` seconds; return what the steps took once all are profiled."""
+    def step_done(self) -> Communication | None:
+        """Count a step; return what the steps took once all are profiled."""
         self._seen += 1
-        if self._profile is not None:
-            self._seconds += step_s
         if self._seen == WARM_STEPS:
             self._profile = _profile(gpu=self._gpu)
             self._profile.__enter__()
-        elif self._seen == WARM_STEPS + self._steps:
-            if self._gpu:
-                torch.cuda.synchronize()
-            self._profile.__exit__(None, None, None)
+            self._started_s = time.perf_counter()
+        return self.end() if self._seen == WARM_STEPS + self._steps else None
+
+    def end(self) -> Communication | None:
+        """End the trace, and return what its steps took; None where no step was profiled since
+        then, or none at all."""
+        running, self._profile = self._profile, None
+        if running is None:
+            return None
+        if self._gpu:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - self._started_s
+        running.__exit__(None, None, None)
+        steps = self._seen - WARM_STEPS
+        if steps:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._profile.export_chrome_trace(str(self._folder / "rank-0.pt.trace.json"))
-            ran = _ran(self._profile)
-            self.found = summarised(ran, self._steps, self._seconds, gpu=self._gpu)
-            self._profile = None
+            running.export_chrome_trace(str(self._folder / "rank-0.pt.trace.json"))
+            self.found = summarised(_ran(running), steps, seconds, gpu=self._gpu)
             write_json(self._folder / "communication.json", msgspec.to_builtins(self.found))
-            return self.found
-        return None
+        return self.found
 
 
 def profiled(act: Callable[[], object], *, gpu: bool) -> Communication:

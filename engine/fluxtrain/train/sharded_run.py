@@ -20,7 +20,7 @@ from fluxtrain.models.kernels import choose_kernels
 from fluxtrain.parallel.auto import choose, measured_link
 from fluxtrain.parallel.compress.registry import method_named
 from fluxtrain.parallel.engine import ShardedAdamW, ShardedEngine, gathered_on_first
-from fluxtrain.parallel.profile import StepProfiler, profiled
+from fluxtrain.parallel.profile import WARM_STEPS, Communication, StepProfiler, profiled
 from fluxtrain.parallel.results import append, record
 from fluxtrain.parallel.sharding import compress, shard
 from fluxtrain.train import final_model
@@ -142,11 +142,14 @@ class ShardedRun(Run):
         return changes  # type: ignore[no-any-return]
 
     def _step_took(self, finished: StepFinished) -> None:
-        found = self.profiler.step_done(finished.step_s) if self.profiler else None
-        if found is not None:
-            self._session.announcer.warn(f"communication of {found.steps} steps:\n{found.table()}")
+        if self.profiler is not None:
+            self._tell(self.profiler.step_done())
         for exchange in self.engine.exchanges:
             exchange.measures_error = finished.step % 100 == 1  # of one exchange
+
+    def _tell(self, found: Communication | None) -> None:
+        if found is not None:
+            self._session.announcer.warn(f"communication of {found.steps} steps:\n{found.table()}")
 
     def make_checkpoint_writer(self, optimizer: Optimizer) -> CheckpointWriter:
         """Make a writer whose shards all ranks gather together."""
@@ -157,12 +160,24 @@ class ShardedRun(Run):
     def train(self) -> None:
         """Make all steps, then gather the weights to save on rank 0."""
         super().train()
+        self._end_profile()
         session, wanted = self._session, self._config.train.final_model
         session.model_step = final_model.choose_final_weights(
             wanted, session.state, self.checkpoints, self.engine, session.announcer.warn
         )
         self._report()
         gathered_on_first(self.engine)
+
+    def _end_profile(self) -> None:
+        """Tell what fewer steps than asked took, or that there were none."""
+        if self.profiler is None or self.profiler.found is not None:
+            return
+        self._tell(self.profiler.end())
+        if self.profiler.found is None:
+            self._session.announcer.warn(
+                f"no step was profiled: --profile begins after {WARM_STEPS} steps of a start, and "
+                "this one made no more"
+            )
 
     def finish(self) -> None:
         """Save the trained model."""
