@@ -44,7 +44,10 @@ def test_names_of_gloo_are_those_of_nccl() -> None:
     assert (alone.comm_ms, alone.overlap) == (0.0, 0.0)
 
 
-def test_steps_take_all_of_the_time_that_is_profiled(tmp_path: Path) -> None:
+def test_steps_take_all_of_the_time_that_is_profiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # torch's profiler sets it
     profiler = StepProfiler(tmp_path, 2, gpu=False)
     assert [profiler.step_done() for _ in range(WARM_STEPS)] == [None] * WARM_STEPS
     torch.ones(256, 256) @ torch.ones(256, 256)
