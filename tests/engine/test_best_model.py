@@ -107,7 +107,7 @@ def test_a_run_that_was_stopped_keeps_best_and_patience(
         with monkeypatch.context() as patch, pytest.raises(Interrupted):
             patch.setattr(
                 "fluxtrain.train.requests.Requests.stop_code",
-                property(lambda self, d=run_dir, s=stop: 130 if steps(d) >= s else None),  # type: ignore[misc]
+                property(lambda self, d=run_dir, s=stop: 130 if steps(d) >= s else None),
             )
             run(config, run_dir)
         events = run(config, run_dir, resume="auto")

@@ -99,7 +99,7 @@ def kill_and_resume(config: Path, run_dir: Path, *, kills: int, seed: int, typic
         with running("train", config, "--run-dir", run_dir, "--resume", "auto") as process:
             if number % 2:
                 pid = process.pid
-                wait_for(lambda pid=pid: greeted(run_dir, pid) or not process.is_alive())  # type: ignore[misc]
+                wait_for(lambda pid=pid: greeted(run_dir, pid) or not process.is_alive())
                 time.sleep(dice.uniform(0.0, 0.3) * typical_s)
             else:
                 time.sleep(dice.uniform(0.2, 1.0) * typical_s)

@@ -141,7 +141,7 @@ def rank_of_runs(number: int, folder: str, port: int, names: Sequence[str]) -> N
         with pytest.MonkeyPatch.context() as patch:
             if name == "each":
                 patch.setattr(Ranks, "may_share_memory", False)
-            train_as_rank(config, lambda c=config, p=place: locate(None, p, c), truly_told)  # type: ignore[misc]
+            train_as_rank(config, lambda c=config, p=place: locate(None, p, c), truly_told)
     distributed.destroy_process_group()
 
 

@@ -161,8 +161,8 @@ class _NoOperation(TorchDispatchMode):
 
 
 def looked_at() -> tuple[int, int]:
-    """Return the bytes of gradients that a look from another thread finds after the norm is
-    measured, and those that there are."""
+    """Return the bytes of gradients that the gauges tell after the norm is measured, and the bytes
+    that the gradients have."""
     engine, optimizer = sharded(llama())
     steps(engine, optimizer, 0, 1, distributed.get_world_size(), distributed.get_rank())
     engine.model(input_ids=step_rows(0), use_cache=False).logits.float().mean().backward()

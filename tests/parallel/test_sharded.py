@@ -159,7 +159,7 @@ def test_what_cannot_be_sharded_is_refused_with_the_cure() -> None:
         refuse_unshardable(model)
 
 
-def test_a_look_from_another_thread_calls_no_operation(ranks: Ranks) -> None:
+def test_gauges_call_no_operation_and_read_no_gradient(ranks: Ranks) -> None:
     for seen, there in ranks.run(work.looked_at):
         assert seen == there > 0
 

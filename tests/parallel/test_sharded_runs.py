@@ -110,6 +110,10 @@ def test_a_run_is_resumed_by_the_same_ranks_and_by_one_process(
     shutil.copytree(cut, tmp_path / "alone")
     assert ranks.run(work.run, str(config), str(cut), same, "auto") == ["", ""]
     assert _losses(cut) == pytest.approx(_losses(whole), abs=1e-6)
+    line = json.loads((cut / "results.jsonl").read_text().splitlines()[-1])
+    assert len(line["losses"]) == STEPS
+    since = [step.step_s * 1e3 for step in _events(cut, ev.StepFinished)[2:]]
+    assert line["step_time_ms_mean"] == pytest.approx(sum(since) / len(since))
     settings = load_config(config, same)
     train(settings, locate("auto", tmp_path / "alone", settings))
     assert _losses(tmp_path / "alone") == pytest.approx(_losses(whole), abs=1e-4)

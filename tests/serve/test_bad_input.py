@@ -305,7 +305,7 @@ def test_a_plan_of_endless_steps_is_no_job(served: Served) -> None:
 def test_what_the_planner_refuses_has_the_names_of_the_request(served: Served) -> None:
     with pytest.raises(openai.BadRequestError) as told:
         create(served.client(), "too-many-rows", hyperparameters={"batch_size": 40})
-    assert told.value.body["param"] == "hyperparameters.batch_size"  # type: ignore[index]
+    assert told.value.param == "hyperparameters.batch_size"
     assert "lower hyperparameters.batch_size" in str(told.value)
 
 

@@ -39,7 +39,7 @@ async def test_a_flood_does_not_keep_keys_waiting(run: Path, made: ModuleType) -
         for key, name in (("4", "loss"), ("5", "log"), ("6", "plan"), ("1", "dashboard")):
             before = source.polls
             await pilot.press(key)
-            await until(pilot, lambda name=name: name == app.screen.NAME)  # type: ignore[misc]
+            await until(pilot, lambda name=name: name == app.screen.NAME)
             waits.append(source.polls - before)
         assert max(waits) < 60, "batches of the flood that were taken while a key waited"
         assert app.view.state.seen > 250

@@ -190,7 +190,7 @@ class Wizard:
             if before == "strategy":
                 await self.until(lambda: self.plan)
             await self.press("enter")
-            await self.until(lambda before=before: self.step != before)  # type: ignore[misc]
+            await self.until(lambda before=before: self.step != before)
 
     def text(self) -> str:
         strips = self.app.screen._compositor.render_strips()

@@ -107,7 +107,7 @@ class ShardedEngine:
     def clip_grad_norm(self, max_norm: float | None, losses: Sequence[Tensor] = ()) -> GradNorm:
         """Measure the global norm, and add up the losses of all ranks; a collective."""
         device = self.device.torch_device
-        self._see_gradients()
+        self._count_gradients()
         squares = torch.stack([_square_of(part, device) for part in self.parts])
         distributed.all_reduce(squares, group=self._shards)
         if losses:
@@ -147,7 +147,6 @@ class ShardedEngine:
         optimizer.step()
         if self.device.torch_device.type == "cpu":  # a GPU knows its peak
             counts = self.cards[0].counts
-            self._see_gradients()
             counts.peak_bytes = max(counts.peak_bytes, sum(self._bytes().values()))
 
     def forget_gradients(self) -> None:
@@ -213,8 +212,8 @@ class ShardedEngine:
     def _bytes(self) -> dict[str, int]:
         """Count the bytes of this rank's shards by what they are.
 
-        Another thread than the one that trains asks. So gradients are those that the latter has
-        seen: to read `.grad` of a DTensor while a backward pass makes it corrupts memory (2.13).
+        The gauges' thread calls this. To read `.grad` of a DTensor there, while a backward pass
+        assigns it, corrupts memory (torch 2.13): the training thread counts gradients.
         """
         by = dict.fromkeys(
             ("weights", "frozen", "packed", "unpacked", "gradients", "optimizer", "activations",
@@ -228,7 +227,7 @@ class ShardedEngine:
             by["optimizer"] += sum(map(_nbytes, state.values()))
         return by
 
-    def _see_gradients(self) -> None:
+    def _count_gradients(self) -> None:
         grads = (parameter.grad for parameter in self._shards_here)
         self._gradients_bytes = sum(_nbytes(grad) for grad in grads if grad is not None)
 

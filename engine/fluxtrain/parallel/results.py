@@ -37,13 +37,14 @@ def record(
     measured is null.
 
     Bytes are those that one rank sent for gradients, as the wire format has them, against two bytes
-    a number (bf16); both are 0 where torch reduces and nothing of ours counts.
+    a number (bf16); both are 0 where torch reduces and nothing of ours counts. Bytes and times are
+    those since the last start, losses and evaluations those of all.
     """
     curves = _journal(run_dir.journal)
     counts = exchanges[0].seconds() if exchanges else Counts()
-    timed = curves.steps[WARM_STEPS:] or curves.steps
+    timed = curves.since_start[WARM_STEPS:] or curves.since_start
     times_ms = sorted(step["step_s"] * 1e3 for step in timed)
-    steps = max(1, len(curves.steps))
+    steps = max(1, len(curves.since_start))
     last = curves.evaluations[-1][2] if curves.evaluations else None
     on_gpu = device.type == "cuda"
     memory = torch.cuda.memory_stats(device) if on_gpu else {}
@@ -86,6 +87,7 @@ def record(
 @dataclass
 class _Curves:
     steps: list[dict[str, Any]]
+    since_start: list[dict[str, Any]]  # of the last start
     evaluations: list[tuple[int, float, float]]  # step, seconds since the first step, loss
 
 
@@ -93,14 +95,18 @@ def _journal(path: Path) -> _Curves:
     """Read steps and evaluations; a step that was made again after a resume counts once."""
     steps: dict[int, dict[str, Any]] = {}
     evaluations: dict[int, tuple[int, float, float]] = {}
+    since_start: list[dict[str, Any]] = []
     for line in path.read_bytes().splitlines():
         event = msgspec.json.decode(line)
-        if event.get("event") == "step":
+        if event.get("event") == "hello":
+            since_start = []
+        elif event.get("event") == "step":
             steps[event["step"]] = event
+            since_start.append(event)
         elif event.get("event") == "evaluation":
             first_s = next(iter(steps.values()), event)["t_s"]
             evaluations[event["step"]] = (event["step"], event["t_s"] - first_s, event["loss"])
-    return _Curves([*steps.values()], [*evaluations.values()])
+    return _Curves([*steps.values()], since_start, [*evaluations.values()])
 
 
 def append(folder: Path, line: dict[str, Any]) -> Path:

@@ -121,7 +121,7 @@ class Ranks:
         found: Any = None
         for machine in dict.fromkeys(machines):
             mates = [rank for rank, one in enumerate(machines) if one == machine]
-            group = distributed.new_group(mates, backend="gloo", timeout=_patience())
+            group = distributed.new_group(mates, backend="gloo", timeout=_group_timeout())
             found = group if self.rank in mates else found
         processes = tuple(one for one in self.processes if one[0] == machines[self.rank])
         places: dict[str, Any] = {"rank": self.local_rank, "world": self.local_world}
@@ -136,7 +136,7 @@ class Ranks:
         """Make one more process group for tensors of a device: NCCL where the ranks' own group has
         it for that device, else gloo."""
         nccl = device.type == "cuda" and "nccl" in str(distributed.get_backend_config())
-        return distributed.new_group(backend="nccl" if nccl else "gloo", timeout=_patience())
+        return distributed.new_group(backend="nccl" if nccl else "gloo", timeout=_group_timeout())
 
     def refuse_shared_gpu(self, gpu: str) -> None:
         """Raise BadInput where two ranks of a machine compute on one GPU, by its UUID, which NCCL
@@ -249,7 +249,7 @@ def gpu_of_rank(there: int) -> int:
 def _ranks_of(_default: Any) -> Ranks:
     """Find out who the ranks of torch's default group are, once for each such group."""
     rank, world = distributed.get_rank(), distributed.get_world_size()
-    host = distributed.new_group(backend="gloo", timeout=_patience())
+    host = distributed.new_group(backend="gloo", timeout=_group_timeout())
     alone = Ranks(rank=rank, world=world, host=host)
     processes = tuple(alone.gather((_machine(), os.getpid())))
     mates = [r for r, (machine, _) in enumerate(processes) if machine == _machine()]
@@ -257,11 +257,12 @@ def _ranks_of(_default: Any) -> Ranks:
     return Ranks(rank=rank, world=world, host=host, processes=processes, **places)
 
 
-def _patience() -> datetime.timedelta:
+def _group_timeout() -> datetime.timedelta:
     """Return how long torch's default group waits for a rank: groups of ours wait as long."""
     device = "cpu" if "gloo" in str(distributed.get_backend_config()) else "cuda"
     world: Any = distributed.group.WORLD
-    return world._get_backend(torch.device(device)).options._timeout  # type: ignore[no-any-return]
+    timeout: datetime.timedelta = world._get_backend(torch.device(device)).options._timeout
+    return timeout
 
 
 def _machine() -> str:
