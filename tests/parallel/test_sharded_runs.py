@@ -186,6 +186,7 @@ def test_auto_says_by_its_numbers_why_it_compresses_or_not(
         (["comm.compress=int7"], "did you mean int8?"),
         (["train.states=8bit"], "leave both out"),
         (["model.dtype=float16"], "bfloat16"),
+        (["placement.disk=on"], "placement.disk=on is of models that stream"),
         (["method.name=qlora", "comm.gather=int8"], "leave it out"),
         (["comm.compress=auto", "fsdp.sharding_strategy=NO_SHARD"], "name a method"),
         (["comm.compress=randomk", "comm.config={error_feedback: true}"], '"scale": false'),

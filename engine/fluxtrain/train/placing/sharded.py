@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.errors import BadInput, DoesNotFit
@@ -164,6 +164,13 @@ def refuse_settings(config: RunConfig) -> None:
             f"train.optimizer={train.optimizer} with train.states={train.states}: sharded models "
             f"are trained by torch's AdamW with fp32 moments: leave both out, {cure}"
         )
+    unset = PlacementRequest(device=config.placement.device, budget_gib=config.placement.budget_gib)
+    for name, value in asdict(config.placement).items():
+        if value != getattr(unset, name):
+            raise BadInput(
+                f"placement.{name}={value} is of models that stream; a sharded one takes "
+                f"placement.device and budget_gib alone: leave it out, {cure}"
+            )
     if config.model.dtype == "float16":
         raise BadInput(
             "model.dtype=float16 needs a loss scale, which parallel.mode=fsdp does not have: use "
