@@ -34,7 +34,9 @@ class FakeLocks(PageLocks):
         return torch.empty(shape, dtype=dtype)
 
     def _locked_by_torch(self, memory: Tensor) -> bool:
-        return False
+        """Answer as CUDA does, for the first byte."""
+        first = memory.data_ptr()
+        return any(start <= first < start + size for start, size in self._sizes.items())
 
     def _register(self, address: int, size_bytes: int) -> bool:
         self.attempts += 1
@@ -163,3 +165,13 @@ def test_of_an_arena_parts_are_locked_by_pages_and_let_go(system: Callable[..., 
     del arena, flat
     gc.collect()
     assert not locks.locked_bytes
+
+
+def test_memory_that_is_locked_in_part_is_not_held(system: Callable[..., FakeLocks]) -> None:
+    locks = system(64 * KIB)
+    arena = HostArena(64 * KIB, pin=False)
+    whole = arena.tensor(torch.uint8, 64 * KIB, 0)
+    arena.lock_parts([whole[16 * KIB : 32 * KIB]])
+    assert locks.holds(whole[16 * KIB : 32 * KIB]) and locks.holds(whole[20 * KIB : 24 * KIB])
+    for start, stop in [(0, 64), (0, 20), (20, 40), (16, 33), (15, 32), (32, 64)]:
+        assert not locks.holds(whole[start * KIB : stop * KIB]), (start, stop)

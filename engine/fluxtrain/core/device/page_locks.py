@@ -92,30 +92,28 @@ class PageLocks:
         return torch.empty(shape, dtype=dtype)
 
     def holds(self, memory: Tensor) -> bool:
-        """Return whether this host memory is page-locked, by us or by torch's own allocator."""
+        """Return whether all of this host memory is page-locked, by us or by torch's own
+        allocator. CUDA copies nothing that is locked in part, and is asked about the first byte."""
         with self._guard:
-            if self._start_of(memory) is not None:
-                return True
+            if self._start_of(memory.data_ptr(), 1) is not None:
+                return self._start_of(memory.data_ptr(), memory.nbytes) is not None
         return self._locked_by_torch(memory)
 
     def arena_of(self, memory: Tensor) -> Arena | None:
         """Return the arena whose locked memory this is. The caller holds it until its copy is
         queued, and notes the copy in `under_way`."""
         with self._guard:
-            start = self._start_of(memory)
+            start = self._start_of(memory.data_ptr(), memory.nbytes)
             found = None if start is None else self._arenas.get(start)
         return None if found is None else found()
 
-    def _start_of(self, memory: Tensor) -> int | None:
-        """Return the address of the locked range that all of `memory` is in, if there is one."""
-        address, starts = (
-            memory.data_ptr(),
-            self._starts[:],
-        )  # a copy: the collector may free a range meanwhile
+    def _start_of(self, address: int, size_bytes: int) -> int | None:
+        """Return the address of the locked range that all of this memory is in, if there is one."""
+        starts = self._starts[:]  # a copy: the collector may free a range meanwhile
         before = bisect.bisect_right(starts, address)
         start = starts[before - 1] if before else address
         end = start + self._sizes.get(start, 0)
-        return start if start <= address < end and address + memory.nbytes <= end else None
+        return start if start <= address < end and address + size_bytes <= end else None
 
     def _refused(self, size_bytes: int) -> bool:
         """Count a refusal; True when it is the first."""
