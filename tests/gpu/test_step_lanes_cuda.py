@@ -153,10 +153,11 @@ def test_borders_on_the_gpu_and_on_the_host_do_not_drift_apart() -> None:
     clock = device.recorder.clock
     for _ in range(200):
         torch.cuda._sleep(2_000_000)
+        queued_s = time.perf_counter()
         border = clock.border(1)
         torch.cuda.synchronize()
         clock.instant()  # sees that the border has passed
         now_s = time.perf_counter()
         at_s = clock.anchor_at(border)
-        assert at_s is not None and now_s - 0.01 <= at_s <= now_s
+        assert at_s is not None and queued_s <= at_s <= now_s  # others may compute between
     device.close()
