@@ -133,6 +133,8 @@ def ours(options: argparse.Namespace) -> dict[str, object]:
         config = Qwen2Config(**SHAPES[options.shape])
         random_model(config, torch.device("cpu"), made_on).save_pretrained(folder / "model")
         tokenizer.save_pretrained(folder / "model")
+        # beside a config transformers reads it as the model's own kind, which a copy must be too
+        AutoTokenizer.from_pretrained(folder / "model").save_pretrained(folder / "model")
         library = sorted(Path(os.__file__).parent.glob("*.py"))
         texts = [json.dumps({"text": path.read_text("utf-8", "replace")}) for path in library]
         (folder / "texts.jsonl").write_text("\n".join(texts))

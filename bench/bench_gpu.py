@@ -239,6 +239,12 @@ def planned(
         "sequence": options.sequence,
         "because": {choice.name: choice.because for choice in plan.choices},
     }
+    for name, home in (("weights", disk), ("states", spill)):
+        if home is not None:
+            told[f"disk_of_{name}_gb_per_s"] = [
+                round((rate or 0) / 1e9, 2)
+                for rate in (home.read_bytes_per_s, home.write_bytes_per_s)
+            ]
     layout = plan.layout
     told["parameters_on_host"] = sum(group.trained for group in by_tier(facts, layout)["host"])
     told["block_inputs_on_host_gib"] = round(block_inputs_on_host_bytes(facts, layout) / GIB, 2)

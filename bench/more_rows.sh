@@ -4,7 +4,7 @@
 #
 #     bash bench/more_rows.sh SET OUT [NAME ...]
 #
-# SET: cards (two GPUs), sharding (two GPUs), disk (one GPU), images (one GPU). NAME: these alone.
+# SET: cards, sharding, peers (two GPUs), disk, images (one GPU). NAME: these alone.
 set -u
 cd "$(dirname "$0")/.." || exit 2
 set_name=$1 out=$2
@@ -27,28 +27,42 @@ two() { # NAME LIMIT_S SCRIPT ...
 
 case $set_name in
 cards)
-    row flux 90 python bench/bench_flux.py --cards 2 --budget-gib 24 --rows 2 --largest 4 --steps 8
     same=(--shape 3b --batch 32 --steps 20)
-    row 3b 90 python bench/bench_gpu.py "${same[@]}" --cards 2
+    row 3b 110 python bench/bench_gpu.py "${same[@]}" --cards 2
+    two 3b-full-gpu_reduce 110 bench/bench_gpu.py "${same[@]}"
+    row flux 100 python bench/bench_flux.py --cards 2 --budget-gib 24 --rows 2 --largest 4 --steps 8
+    two 3b-shard-gpu_reduce 110 bench/bench_gpu.py "${same[@]}" --params shard
+    two 3b-full-cpu_reduce 110 bench/bench_gpu.py "${same[@]}" --gradients cpu_reduce
+    two 3b-shard-cpu_reduce 110 bench/bench_gpu.py "${same[@]}" --params shard --gradients cpu_reduce
+    low=(--shape 0.5b --batch 16 --steps 20 --learning-rate 1e-5)
+    row losses-cards 100 python bench/bench_gpu.py "${low[@]}" --cards 2 & # beside each other: losses alone
     for params in full shard; do
         for gradients in gpu_reduce cpu_reduce; do
-            two "3b-$params-$gradients" 90 bench/bench_gpu.py "${same[@]}" --params $params --gradients $gradients
+            row "losses-$params-$gradients" 100 torchrun --nproc_per_node=2 --rdzv-backend=c10d --rdzv-endpoint=localhost:0 \
+                bench/bench_gpu.py "${low[@]}" --params $params --gradients $gradients &
         done
     done
-    NCCL_P2P_DISABLE=1 two 3b-without-peers 90 bench/bench_gpu.py --shape 3b --batch 32 --steps 6
+    wait
+    NCCL_P2P_DISABLE=1 two 3b-without-peers 60 bench/bench_gpu.py --shape 3b --batch 32 --steps 6
     ;;
 sharding)
+    two flux-ddp 60 bench/bench_flux.py --engine ddp --budget-gib 24 --rows 2 # does not fit
+    two flux-fsdp-offload 90 bench/bench_flux.py --engine fsdp --cpu-offload --budget-gib 24 --rows 2
     row encoders 60 python bench/encode_rates.py --methods none int8 fp8
     two 3b-bare 60 bench/bench_fsdp.py --shape 3b --batch 8 --resident
-    row 3b 90 python bench/bench_fsdp.py --shape 3b --batch 8 --ours
+    row 3b 120 python bench/bench_fsdp.py --shape 3b --batch 8 --ours
     row 3b-ddp 90 python bench/bench_fsdp.py --shape 3b --batch 8 --ours --set fsdp.sharding_strategy=NO_SHARD
     two 7b-lora-bare 90 bench/bench_fsdp.py --shape 7b --batch 4 --rank 16 --resident
     row 7b-lora 90 python bench/bench_fsdp.py --shape 7b --batch 4 --rank 16 --ours
-    row compression 180 python bench/compression.py --methods bf16 int8 qsgd --seeds 1 --out "$out/compression"
+    few=(bench/compression.py --methods bf16 int8 qsgd --seeds 1)
+    row compression 180 python "${few[@]}" --out "$out/compression"
+    NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 \
+        row compression-sockets 180 python "${few[@]}" --out "$out/compression-sockets"
     ;;
 disk)
-    row 1.5b 60 python bench/bench_gpu.py --shape 1.5b --batch 32 --steps 6
-    row 1.5b-disk 120 python bench/bench_gpu.py --shape 1.5b --batch 32 --steps 6 --host-gib 12 --disk-path "$out"
+    row 1.5b 60 python bench/bench_gpu.py --shape 1.5b --batch 32 --steps 5
+    row 1.5b-disk 120 python bench/bench_gpu.py --shape 1.5b --batch 32 --steps 5 --host-gib 12 --disk-path "$out"
+    row 70b-40-disk 150 python bench/bench_lora.py --shape 70b --layers 40 --frozen nf4-double --sequence 4096 --batches 2 --budget-gib 23 --host-gib 10 --steps 2
     row 70b-disk 240 python bench/bench_lora.py --shape 70b --frozen nf4-double --sequence 4096 --batches 2 --budget-gib 23 --host-gib 20 --steps 2
     ;;
 images)
@@ -57,8 +71,19 @@ images)
     done
     row flux-full 150 python bench/bench_flux.py --budget-gib 23 --method full --states 8bit --steps 20
     ;;
+peers) # all beside each other: they are compared in losses, not in seconds
+    same=(--size 256 --rows 2 --steps 200)
+    row losses-ours 200 python bench/bench_flux.py "${same[@]}" --budget-gib 23 &
+    row losses-ours-nf4 200 python bench/bench_flux.py "${same[@]}" --budget-gib 12 --frozen nf4-double &
+    row losses-ours-cards 200 python bench/bench_flux.py "${same[@]}" --budget-gib 24 --cards 2 &
+    for engine in ddp ddp-4bit fsdp; do
+        row "losses-$engine" 200 torchrun --nproc_per_node=2 --rdzv-backend=c10d \
+            --rdzv-endpoint=localhost:0 bench/bench_flux.py "${same[@]}" --engine "$engine" &
+    done
+    wait
+    ;;
 *)
-    echo "there is no set $set_name: cards, sharding, disk, images" >&2
+    echo "there is no set $set_name: cards, sharding, peers, disk, images" >&2
     exit 2
     ;;
 esac
