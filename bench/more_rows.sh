@@ -49,11 +49,11 @@ sharding)
     two flux-ddp 60 bench/bench_flux.py --engine ddp --budget-gib 24 --rows 2 # does not fit
     two flux-fsdp-offload 90 bench/bench_flux.py --engine fsdp --cpu-offload --budget-gib 24 --rows 2
     row encoders 60 python bench/encode_rates.py --methods none int8 fp8
-    two 3b-bare 60 bench/bench_fsdp.py --shape 3b --batch 8 --resident
-    row 3b 120 python bench/bench_fsdp.py --shape 3b --batch 8 --ours
+    two 3b-bare 80 bench/bench_fsdp.py --shape 3b --batch 8 --resident --steps 20
+    row 3b 130 python bench/bench_fsdp.py --shape 3b --batch 8 --ours --steps 20
     row 3b-ddp 90 python bench/bench_fsdp.py --shape 3b --batch 8 --ours --set fsdp.sharding_strategy=NO_SHARD
-    two 7b-lora-bare 90 bench/bench_fsdp.py --shape 7b --batch 4 --rank 16 --resident
-    row 7b-lora 90 python bench/bench_fsdp.py --shape 7b --batch 4 --rank 16 --ours
+    two 7b-lora-bare 90 bench/bench_fsdp.py --shape 7b --batch 4 --rank 16 --resident --steps 20
+    row 7b-lora 120 python bench/bench_fsdp.py --shape 7b --batch 4 --rank 16 --ours --steps 20
     few=(bench/compression.py --methods bf16 int8 qsgd --seeds 1)
     row compression 180 python "${few[@]}" --out "$out/compression"
     NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 \
