@@ -344,3 +344,20 @@ def test_hyperparameters_count_in_both_of_their_places(served: Served) -> None:
 def test_the_operators_model_is_not_deleted(served: Served) -> None:
     with pytest.raises(openai.BadRequestError, match="demo is a model of the operator"):
         served.client().models.delete("demo")
+
+
+def test_a_stop_with_open_streams_leaves_no_traceback(
+    serve: Callable[..., Served], capfd: pytest.CaptureFixture[str]
+) -> None:
+    served = serve()
+    job = create(served.client(), "waits")
+    wait_for(run_of(job.id).journal.exists)
+    listens = connected(served)
+    listens.sendall(request(served, f"GET /v1/fine_tuning/jobs/{job.id}/events?stream=true"))
+    listens.settimeout(10)
+    assert b"200 OK" in listens.recv(4096)
+    served.close()
+    while listens.recv(65536):
+        pass
+    listens.close()
+    assert "Traceback" not in capfd.readouterr().err

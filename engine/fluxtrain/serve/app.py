@@ -121,7 +121,22 @@ def make_app(service: Service) -> FastAPI:
     _add_answers(app, service)
 
     _add_more(app, service)
+    app.add_middleware(_CutWhenStopping)
     return app
+
+
+class _CutWhenStopping:
+    """Lets uvicorn cut the streams that are open when it stops, without a traceback for each."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await self._app(scope, receive, send)
+        except asyncio.CancelledError:
+            if scope["type"] != "http":
+                raise
 
 
 # -- errors ---------------------------------------------------------------------------------------
