@@ -192,6 +192,16 @@ def test_a_mask_that_a_table_leaves_empty_is_none(tmp_path: Path) -> None:
     assert read_pairs(rows(tmp_path, pair(tmp_path, mask="")), 64).trained[0].mask is None
 
 
+def test_a_misspelt_key_is_refused_and_others_are_passed_over(tmp_path: Path) -> None:
+    good = pair(tmp_path, likes="9", control_1="b.png", reference=None)
+    (found,) = read_pairs(rows(tmp_path, good), 64).trained
+    assert len(found.references) == 1
+    bad = {**pair(tmp_path), "refrence": "b.png"}
+    del bad["reference"]
+    with pytest.raises(BadInput, match="refrence is not read: call it reference"):
+        read_pairs(rows(tmp_path, bad), 64)
+
+
 def test_one_prompt_for_all_is_told(tmp_path: Path) -> None:
     found = read_pairs(rows(tmp_path, pair(tmp_path), pair(tmp_path)), 64)
     assert "all 2 pairs have one prompt" in found.notes[0]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from math import log
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ _KEYS = {
 _NUMBERED = ("path_control_", "control_", "reference_")  # and a number: further references
 _SHAPE = 0.02  # by which width / height of target and reference may differ, as a share
 _OTHERS = (".gif", ".tif", ".tiff", ".heic", ".heif", ".avif", ".jfif")  # pictures, too
+_MISSPELT = 0.8  # of a key's letters are those of one that is read
 _NAMED = 8  # bad pairs that a message names
 _LAYOUTS = (
     f"name a .jsonl with image, reference and prompt, a .csv or .parquet, or a folder with "
@@ -222,6 +224,12 @@ def _named(row: _Row) -> _Row:
             raise BadPicture(f"the {kind} is {brief(str(value), 40)}: write a text")
         if isinstance(value, str) and not value.strip():
             raise BadPicture(f"the {kind} is empty: write one, or leave the pair out")
+    read = {key for keys in _KEYS.values() for key in keys}
+    for kind in ("references", "mask"):
+        for key in row.keys() - read if named[kind] is None else ():
+            meant = get_close_matches(key, _KEYS[kind], 1, _MISSPELT)
+            if meant and not key.startswith(_NUMBERED):
+                raise BadPicture(f"{key} is not read: call it {meant[0]}, or leave it out")
     return named
 
 
