@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import fluxtrain
 from fluxtrain.core.device.cpu_device import CpuDevice
 from fluxtrain.core.memory.activation_offload import MOST_DOWNLOADS, ActivationOffload
 from fluxtrain.core.wrap.engine import engine_of
@@ -104,3 +105,54 @@ def test_a_training_brings_back_all_but_the_last_ones_and_keeps_its_bits(
         )
     for name, weight in weights[0].items():
         assert torch.equal(weight, weights[1][name]), name
+
+
+class TwoStreams(nn.Module):
+    """A block with two inputs that ask for gradients, as image models have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.other = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
+        mixed = (image + text.mean(1, keepdim=True)).tanh()
+        return image + self.own(mixed), text + self.other(mixed.mean(1, keepdim=True))
+
+
+class ImageModel(nn.Module):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.enter = nn.Linear(16, 16)
+        self.blocks = nn.ModuleList(TwoStreams() for _ in range(depth))
+
+    def forward(self, image: Tensor, text: Tensor) -> Tensor:
+        image, text = self.enter(image), self.enter(text)
+        for block in self.blocks:
+            image, text = block(image, text)
+        mean: Tensor = image.square().mean() + text.square().mean()
+        return mean
+
+
+@pytest.mark.parametrize("cards", [1, 2])
+def test_each_input_of_a_block_comes_back_once_and_is_let_go(
+    cards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    depth, away = 8, list[Any]()
+    offload = ActivationOffload.offload
+
+    def noted(self: ActivationOffload, *arguments: Any) -> Any:
+        found = offload(self, *arguments)
+        away.extend(found.values())
+        return found
+
+    monkeypatch.setattr(ActivationOffload, "offload", noted)
+    model = ImageModel(depth)
+    request = fluxtrain.PlacementRequest(offload="weights", activations="host")
+    fluxtrain.wrap(model, device="cpu", cards=cards, chunk_rows=2, placement=request)
+    uploads = [Uploads(card.device, monkeypatch) for card in engine_of(model).cards]
+    loss = model(torch.randn(4, 6, 16), torch.randn(4, 3, 16))
+    assert len(away) == 2 * depth
+    loss.backward()
+    assert not [one for one in away if one.on_device is not None], "held until the loss is gone"
+    assert sum(one.back for one in uploads) == 2 * depth - cards * MOST_DOWNLOADS

@@ -71,13 +71,14 @@ class CallArguments:
         self._kept: dict[int, Tensor] = {}
         self._held_inputs = HeldInputs(counts)
         self._leaves: set[int] = set()
-        self._turn = 0  # of the first one
+        self._turn: int | None = None  # in the order of the forward pass
         # by argument: a counter of writes, its count after the forward
         self._watched: list[tuple[int, Tensor, int]] = []
 
     def offload(self, offload: ActivationOffload, tensors: Sequence[Tensor]) -> None:
         """Offload the inputs that require gradients to the host until the backward pass."""
-        self._offloaded = offload.offload(tensors, self.needs)
+        self._turn = offload.next_turn()
+        self._offloaded = offload.offload(tensors, self.needs, self._turn)
 
     def inputs(
         self, tensors: Sequence[Tensor], span: tuple[int, int], *, again: bool
@@ -138,7 +139,8 @@ class CallArguments:
                 self._kept[i] = copies.get(i, tensor).detach()
         self._leaves = {i for i, tensor in enumerate(tensors) if tensor.is_leaf}  # or need nothing
         needed = sum(tensor.nbytes for i, tensor in self._kept.items() if self.needs[i])
-        self._turn = offload.next_turn(len(tensors))
+        if self._turn is None:
+            self._turn = offload.next_turn()
         if self._unit.recomputes:
             self._held_inputs.add(needed, self.evictable_bytes)
             offload.keep(self)

@@ -97,7 +97,6 @@ class PinnedPool:
 
 
 MOST_DOWNLOADS = 2  # under way at a time: the host must not run further ahead of the copies
-_PREFETCHED = 1  # inputs that are uploaded before they are fetched
 
 
 @dataclass(eq=False)
@@ -108,7 +107,7 @@ class OffloadedActivation:
     download: Transfer
     source: Tensor | None  # kept until the copy has been made, or its memory would be reused
     version: int  # of `source` when it was downloaded
-    turn: int  # in the order of the forward pass
+    turn: int  # of its call, in the order of the forward pass
     for_copies: Callable[[Tensor], object]  # of the device
     buffer: PinnedBuffer | None  # that `host` is in, where it is page-locked
     give_back: Callable[[PinnedBuffer], None]
@@ -152,17 +151,14 @@ class ActivationOffload:
         self._downloading: deque[OffloadedActivation] = deque()
         self._pool = PinnedPool()
         self._turns = 0
-        # of those whose pass lives, by turn
-        self._away: weakref.WeakValueDictionary[int, OffloadedActivation] = (
-            weakref.WeakValueDictionary()
-        )
+        self._away: weakref.WeakSet[OffloadedActivation] = weakref.WeakSet()  # not fetched yet
         self._kept: deque[weakref.ref[KeptInputs]] = deque()  # the oldest first
         self.offloaded_count = 0  # tensors, so far
 
-    def next_turn(self, count: int) -> int:
-        """Return the turn of a call's first input; its `count` inputs have one each."""
-        self._turns += count
-        return self._turns - count
+    def next_turn(self) -> int:
+        """Return the turn of a call, which all of its inputs have."""
+        self._turns += 1
+        return self._turns
 
     def offload(
         self, tensors: Sequence[Tensor], needs: Sequence[bool], turn: int | None = None
@@ -170,10 +166,10 @@ class ActivationOffload:
         """Start to download the tensors that need gradients; return their copies by position.
 
         Waits for the oldest copy when too many are under way, or their memory would never be free
-        for the blocks that are queued next. turn: of the first one (None: they come next).
+        for the blocks that are queued next. turn: of their call (None: it comes next).
         """
         offloaded: dict[int, OffloadedActivation] = {}
-        first = self.next_turn(len(tensors)) if turn is None else turn
+        turn = self.next_turn() if turn is None else turn
         for i, (tensor, needed) in enumerate(zip(tensors, needs, strict=True)):
             if needed and tensor.is_contiguous():
                 buffer, host = self._host_memory(tensor)
@@ -181,10 +177,10 @@ class ActivationOffload:
                 download = self._device.download(host, source)
                 self._device.recorder.copied("d2h", "activations", "", download)
                 offloaded[i] = OffloadedActivation(
-                    host, download, source, source._version, first + i, self._device.for_copies,
+                    host, download, source, source._version, turn, self._device.for_copies,
                     buffer, self._pool.give_back,
                 )  # fmt: skip
-                self._away[first + i] = offloaded[i]
+                self._away.add(offloaded[i])
                 self.offloaded_count += 1
                 self._downloading.append(offloaded[i])
         while self._downloading and (
@@ -196,7 +192,7 @@ class ActivationOffload:
 
     def fetch(self, activation: OffloadedActivation) -> Tensor:
         """Return the tensor on the device, where the computation waits for it; start to upload the
-        next one of the backward pass."""
+        others of its call, and those of the call that comes next in the backward pass."""
         self._start_upload(activation)
         if activation.on_device is not None and activation.upload is not None:
             found, transfer = activation.on_device, activation.upload  # it followed the download
@@ -209,15 +205,14 @@ class ActivationOffload:
         activation.on_device = activation.source = None
         if activation in self._downloading:
             self._downloading.remove(activation)
-        earlier = sorted(turn for turn in list(self._away) if turn < activation.turn)
-        for turn in earlier[: -_PREFETCHED - 1 : -1]:
-            if (following := self._away.get(turn)) is not None:
-                self._start_upload(following)
+        self._away.discard(activation)  # else it would come a second time, which nobody takes
+        left = [one for one in self._away if one.turn <= activation.turn]
+        before = max((one.turn for one in left if one.turn < activation.turn), default=-1)
+        for turn in (activation.turn, before):
+            for one in left:
+                if one.turn == turn:
+                    self._start_upload(one)
         return found
-
-    def newest(self) -> OffloadedActivation | None:
-        """Return the latest offloaded activation, while its pass lives."""
-        return self._away.get(max(list(self._away), default=-1))
 
     def keep(self, inputs: KeptInputs) -> None:
         """Note inputs that stay on the device, so that they can be evicted."""
