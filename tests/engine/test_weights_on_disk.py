@@ -132,6 +132,25 @@ def test_a_training_has_the_bits_of_one_in_memory(
         assert trained(again) == wanted
 
 
+def test_what_is_in_a_slot_is_not_read_again_by_the_next_pass(tmp_path: Path) -> None:
+    """Frozen weights stay in their slots when the pass turns, at the loss and at the step."""
+    blocks, slots = 4, 3
+    model = wrapped(tmp_path, "nf4", blocks, slots=slots)
+    engine = engine_of(model)
+    assert engine.plan.slots == slots and len(on_disk(engine)) == blocks
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    ids, read = torch.arange(48).view(2, 24), list[int]()
+    for _ in range(4):
+        before = engine.traffic().disk_read_bytes
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.flush()
+        read.append(engine.traffic().disk_read_bytes - before)
+    file_bytes = max(file.size_bytes for _, file in on_disk(engine)[0].memory.files)
+    assert read[2:] == [2 * (blocks - slots) * file_bytes] * 2
+
+
 def test_two_cards_read_their_blocks_from_disk(tmp_path: Path) -> None:
     wanted = trained(wrapped(tmp_path / "a", "nf4", 0))
     model = adapted(llama())

@@ -256,6 +256,9 @@ class Window:
             and (steal or not self._awaited(s))
             and not any(s.group is g and self.holds(g) is s for g in keep)
         ]
+        here = self._where.get(group)
+        if here in shared and self._has_frozen(here, group):
+            return here  # since the backward pass: only what is trained has changed
         # of prefetched groups that nothing has used, the oldest was most likely a wrong guess
         return min(shared, key=lambda s: (self._awaited(s), s.used_at, s.filled_at), default=None)
 
@@ -264,18 +267,23 @@ class Window:
         must not overwrite it."""
         return slot.used_at < 0 and slot.group is not None and self.holds(slot.group) is slot
 
+    @staticmethod
+    def _has_frozen(slot: Slot, group: Group) -> bool:
+        """Return whether the frozen weights of a group that has trained ones too are there."""
+        return (
+            slot.group is group
+            and slot.frozen_version == group.frozen_version
+            and slot.transfer is not None
+            and not slot.transfer.failed()
+            and 0 < group.trained_bytes < group.weight_bytes
+        )
+
     def _fill(self, slot: Slot, group: Group, cause: str) -> None:
         """Start to upload the group's weights; the trained ones alone where the frozen ones of
         their present version are in the slot."""
         group.homes.use("weights")
         self._let_pass(slot.transfer)
-        has_frozen = (
-            slot.group is group
-            and slot.frozen_version == group.frozen_version
-            and slot.transfer is not None
-            and not slot.transfer.failed()
-            and group.trained_bytes > 0
-        )
+        has_frozen = self._has_frozen(slot, group)
         trained = group.memory.trained_on_disk
         from_files = group.is_on("disk") and (trained or not has_frozen)
         stop = group.trained_bytes if has_frozen else group.weight_bytes
