@@ -156,3 +156,25 @@ def test_each_input_of_a_block_comes_back_once_and_is_let_go(
     loss.backward()
     assert not [one for one in away if one.on_device is not None], "held until the loss is gone"
     assert sum(one.back for one in uploads) == 2 * depth - cards * MOST_DOWNLOADS
+
+
+class Joined(TwoStreams):
+    """Its results are parts of one tensor."""
+
+    def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
+        both = torch.cat([text, image], 1)
+        both = both + self.own(both).tanh() + self.other(both)
+        return both[:, text.shape[1] :], both[:, : text.shape[1]]
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 2])
+def test_parts_of_one_result_wait_on_the_host(chunk_rows: int) -> None:
+    model = ImageModel(6)
+    model.blocks = nn.ModuleList(Joined() for _ in range(6))
+    request = fluxtrain.PlacementRequest(offload="weights", activations="host")
+    fluxtrain.wrap(model, device="cpu", cards=1, chunk_rows=chunk_rows, placement=request)
+    card = engine_of(model).cards[0]
+    loss = model(torch.randn(2, 6, 16), torch.randn(2, 3, 16))
+    assert card.activation_offload.offloaded_count == 2 * 6
+    assert card.counts.block_input_bytes == 0
+    loss.backward()

@@ -342,7 +342,7 @@ class Merging:
             return
         part = part.detach()
         if stop - first == self._rows:
-            self._whole[place] = part
+            self._whole[place] = _without_rest(part)
         else:
             if place not in self._whole:
                 self._whole[place] = part.new_empty((self._rows, *part.shape[1:]))
@@ -362,4 +362,12 @@ class Merging:
             spans, points = zip(*self._pieces[place], strict=True)
             return note_arrivals(self._whole.pop(place), spans, points)
         parts = self._parts.pop(place)
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return _without_rest(parts[0]) if len(parts) == 1 else torch.cat(parts)
+
+
+def _without_rest(part: Tensor) -> Tensor:
+    """Return a result that is cut out of a larger tensor in memory of its own, as chunks that are
+    put together are: else it cannot wait on the host, and keeps all of that tensor."""
+    if part.layout != torch.strided or part.is_contiguous():
+        return part
+    return part.contiguous() if part.nbytes < part.untyped_storage().nbytes() else part
