@@ -132,7 +132,7 @@ def measured(loop: Any, rows: int, options: argparse.Namespace) -> dict[str, Any
         "losses": [round(loss, 4) for loss in read],
         "packed_up_mib": round((uploaded(loop) - up_bytes) / (1 << 20), 1),  # in the last step
         "disk_read_gib": round(read_gib, 2),
-        "disk_read_gib_per_s": round(read_gib / times[-1], 2),
+        "disk_read_gib_per_s": round(read_gib / step_s, 2),
     }
 
 
