@@ -118,7 +118,9 @@ class HostSums:
                 for start, stop in shares.own(segment.elements)
             ]
             for start, total in sums:
-                to[start : start + len(total)].copy_(total)
+                rounded = to[start : start + len(total)].copy_(total)
+                if to.dtype == torch.float16:  # whose overflows are told by norms alone
+                    total.copy_(rounded)
             first, last = shares.apart(segment.elements)
             for member in segment.members:
                 begins, ends = max(first, member.offset), min(last, member.offset + member.count)
