@@ -5,15 +5,20 @@ from __future__ import annotations
 import mmap
 import threading
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import fluxtrain
+from fluxtrain.core.gradients import host_gradients
 from fluxtrain.core.gradients.host_sums import HostSums
 from fluxtrain.core.ranks.join import Ranks
 from fluxtrain.core.ranks.shares import Shares
 from fluxtrain.core.wrap.engine import engine_of
+from tests.engine.ranks import together
+from tests.engine.test_ranks import Weights, share, trained
 from tests.on_cards import llama
 
 CPU = torch.device("cpu")
@@ -52,3 +57,20 @@ def test_a_sum_that_overflows_fp16_has_a_norm_that_says_so() -> None:
     assert norms is not None
     assert segment.gradient[at].isinf() and norms[arrival.norm_of[last.index]].isinf()
     sums.close()
+
+
+def of_blocks(depth: int) -> Weights:
+    """What is trained where the host has so many buffers for gradients of blocks."""
+    with pytest.MonkeyPatch.context() as patch:
+        share(patch, "full", on_host=True)
+        patch.setattr(host_gradients, "ring_depth", lambda _: depth)
+        return trained("bf16", "in_backward")
+
+
+def of_large_and_small_blocks() -> tuple[Weights, Weights]:
+    return of_blocks(1), of_blocks(3)
+
+
+def test_blocks_with_one_buffer_for_their_gradients_wait_for_each_other(tmp_path: Path) -> None:
+    for large, small in together(2, of_large_and_small_blocks, tmp_path):
+        assert all(torch.equal(small[name], large[name]) for name in small)

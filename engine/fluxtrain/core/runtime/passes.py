@@ -171,6 +171,8 @@ def _finish(context: Context, group: Group) -> None:
     if not gradients.is_open(group):
         return
     passing = context.step_in_backward is not None and context.step_in_backward.uses_up_now(group)
+    if passing and gradients.sums is not None:  # its memory may be that of the group before,
+        _complete(context, gradients.settle())  # whose update must be queued then
     _complete(context, gradients.finish(group, passing=passing))
 
 
