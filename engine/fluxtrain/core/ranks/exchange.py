@@ -67,11 +67,16 @@ class Exchange:
         self._waits: Callable[[], bool] = lambda: False  # for another pass, as a DDP says
         self._under_way: Transfer | None = None  # the last that was begun
         self._kept = False  # gradients of this rank alone wait for a pass that exchanges
+        self._room: Tensor | None = None  # (elements,) fp32, for one piece of a sum in rank order
 
     @property
     def factor(self) -> float:
         """Return what sums over ranks are multiplied by."""
         return self._factor
+
+    @property
+    def _adds_in_order(self) -> bool:
+        return self._order == "fixed" and self.ranks.world > 2  # of two, all orders have one result
 
     @property
     def is_on(self) -> bool:
@@ -118,12 +123,14 @@ class Exchange:
     def begin(self, flat: Tensor, device: Device) -> Transfer:
         """Begin to make `flat` (elements,) fp32 on the device the sum or mean over ranks, beside
         its computation."""
+        self._make_room(flat)
         self.agree()
         self._under_way = device.beside(partial(self.add_up, flat))
         return self._under_way
 
     def reduce(self, flat: Tensor) -> None:
         """Do what `begin` does, as a part of the computation."""
+        self._make_room(flat)
         self._take_turn()
         self.add_up(flat)
 
@@ -136,7 +143,7 @@ class Exchange:
 
     def add_up(self, flat: Tensor) -> None:
         """Make `flat` the sum or mean over ranks, on the thread or stream that this runs on."""
-        if self._order == "fixed" and self.ranks.world > 2:  # of two, any order has the same bits
+        if self._adds_in_order:
             for piece in flat.view(-1).split(_PIECE_ELEMENTS):
                 self._add_in_order(piece)
         else:
@@ -182,6 +189,7 @@ class Exchange:
         sent = torch.zeros(most, width, dtype=torch.float32, device=values.device)
         sent[: len(rows)] = values
         there = sent.new_empty(world * most, width)
+        self.agree()  # once more: a rank without this memory would leave the others waiting
         gather_(there, sent, group=self._group)
         of_rank = [every[r * most : r * most + int(counts[r])] for r in range(world)]
         merged = torch.unique(torch.cat(of_rank))
@@ -191,15 +199,32 @@ class Exchange:
             total.index_add_(0, places, there[r * most : r * most + len(found)])
         return merged, total.mul_(self._factor)
 
+    def _make_room(self, flat: Tensor) -> None:
+        """Take the memory that adding `flat` up needs. Before ranks agree to send: one that runs
+        out of memory later would leave the others waiting for it."""
+        if not self._adds_in_order:
+            return
+        world = self.ranks.world
+        count = 2 * world * -(-min(flat.numel(), _PIECE_ELEMENTS) // world)
+        if self._room is not None and len(self._room) >= count:
+            return
+        if self._under_way is not None:  # it uses what is freed here
+            self._under_way.wait_compute(OTHER_RANKS)
+        self._room = None
+        self._room = flat.new_empty(count)
+
     def _add_in_order(self, piece: Tensor) -> None:
         """Let each rank add its range of the piece in the order of ranks, and gather the sums."""
+        assert self._room is not None
         world, count = self.ranks.world, piece.numel()
         each = -(-count // world)
-        sent = piece.new_zeros(world * each)
+        sent, arrived = self._room[: 2 * world * each].chunk(2)
         sent[:count] = piece
-        arrived = torch.empty_like(sent)
+        sent[count:].zero_()
         distributed.all_to_all_single(arrived, sent, group=self._group)
-        mine = added(list(arrived.view(world, each)))
+        mine, *others = arrived.view(world, each)
+        for other in others:
+            mine.add_(other)
         gather_(sent, mine, group=self._group)
         piece.copy_(sent[:count])
 

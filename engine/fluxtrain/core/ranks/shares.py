@@ -97,9 +97,10 @@ class Shares:
         """Bring all ranks' ranges of `flat` (elements,), on the device, together in it."""
         whole = self._each(flat.numel()) * self.ranks.world
         if whole:
-            self._agree()
             (start, stop), *_ = self.own(flat.numel())
-            gather_(_bytes(flat[:whole]), _bytes(flat[start:stop].clone()), group=self._group)
+            mine = flat[start:stop].clone()  # first: it may find no memory
+            self._agree()
+            gather_(_bytes(flat[:whole]), _bytes(mine), group=self._group)
 
     def at_first(self, flat: Tensor, elements: int) -> Tensor | None:
         """Return all of a flat tensor in host memory on rank 0, None on the others."""
