@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -13,10 +15,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fluxtrain.core.device.cpu_device import CpuDevice
+from fluxtrain.core.device.device import Transfer
 from fluxtrain.core.device.recorder import Stalls
 from fluxtrain.core.memory.group import Group
 from fluxtrain.core.memory.window import Window
+from fluxtrain.core.ranks.join import Ranks
+from fluxtrain.core.ranks.shares import Shares
 from fluxtrain.plan.group_placement import GroupPlacement
+from fluxtrain.plan.states import STATE_BLOCK
 from tests.engine.slow_device import SlowDevice
 
 CPU = torch.device("cpu")
@@ -191,6 +197,33 @@ def test_a_copy_that_waits_for_an_update_never_lands_on_weights_that_took_its_sl
     timer.start()
     weights = made.take(other)[0]
     timer.join()
+    for copy in device.asked:
+        copy.wait_host()
+    assert bool((weights == 2).all())
+    device.close()
+
+
+class LateBehind(SlowDevice):
+    """Copies that follow others come last."""
+
+    def _copy(self, to: Tensor, source: Tensor, follows: Sequence[Transfer]) -> tuple[float, float]:
+        time.sleep(0.1 * bool(follows))
+        return super()._copy(to, source, follows)
+
+
+def test_parts_that_other_ranks_were_to_complete_never_land_on_weights_that_took_their_slot() -> (
+    None
+):
+    """Parts after the first are copied behind it, and other uploads do not queue behind them."""
+    device = LateBehind()
+    made, _ = window(0, device)
+    made.add_slot(4 * 3 * STATE_BLOCK)
+    g, other = group(1, 3 * STATE_BLOCK - 1), group(2, 3 * STATE_BLOCK - 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ranks, "device_group", lambda *_: None)  # nothing is sent here
+        g.share_out(Shares(Ranks(world=2), CPU, lambda: None))
+    assert made.prefetch(g) and len(device.asked) == 2
+    weights = made.take(other)[0]
     for copy in device.asked:
         copy.wait_host()
     assert bool((weights == 2).all())

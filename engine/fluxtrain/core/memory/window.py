@@ -282,7 +282,7 @@ class Window:
         """Start to upload the group's weights; the trained ones alone where the frozen ones of
         their present version are in the slot."""
         group.homes.use("weights")
-        self._let_pass(slot.transfer)
+        self._let_pass(slot)
         has_frozen = self._has_frozen(slot, group)
         trained = group.memory.trained_on_disk
         from_files = group.is_on("disk") and (trained or not has_frozen)
@@ -317,10 +317,14 @@ class Window:
         assert slot.transfer is not None
         self._report(group, cause, slot.transfer, stop)
 
-    def _let_pass(self, before: Transfer | None) -> None:
-        """Wait for an obsolete copy into the same slot that still waits for an update: once the
-        update is done it would be queued and overwrite the next copy."""
-        if before is None or before.failed() or before.instants() is not None:
+    def _let_pass(self, slot: Slot) -> None:
+        """Wait for an obsolete copy into the slot that would overwrite the next one: it still waits
+        for an update, and would be queued once that is done; or it is in parts that nothing has
+        used, of which those after the first are not on the queue of the next copy."""
+        before = slot.transfer
+        if before is None or before.failed():
+            return
+        if before.instants() is not None and (before.done() or not slot.to_gather):
             return
         started_s = time.perf_counter()
         with contextlib.suppress(Exception):  # `take` raises it
