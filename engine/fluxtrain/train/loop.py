@@ -177,6 +177,7 @@ class TrainingLoop(Generic[B]):
             except (torch.OutOfMemoryError, RanOutElsewhere) as error:
                 if not self._can_be_done_again(error):
                     raise self._out_of_memory(error) from error
+                self._engine.begin_step_again()  # ranks have different blocks in their slots
                 self._engine.free_gradients()  # none is open between steps
                 self._make_room(error, time.perf_counter() - started_s, "the evaluation")
 
