@@ -13,6 +13,7 @@ import torch
 
 import fluxtrain
 from fluxtrain.core.gradients import host_gradients
+from fluxtrain.core.gradients.gradients import FlatSum, MemberViews
 from fluxtrain.core.gradients.host_sums import HostSums
 from fluxtrain.core.ranks.join import Ranks
 from fluxtrain.core.ranks.shares import Shares
@@ -56,6 +57,22 @@ def test_a_sum_that_overflows_fp16_has_a_norm_that_says_so() -> None:
     norms = arrival.measured()
     assert norms is not None
     assert segment.gradient[at].isinf() and norms[arrival.norm_of[last.index]].isinf()
+    sums.close()
+
+
+def test_a_sum_of_a_pass_that_broke_off_is_waited_for() -> None:
+    """It would overwrite what the pass that is run again downloads first."""
+    engine = engine_of(fluxtrain.wrap(llama(2), device="cpu"))
+    group = next(group for group in engine.groups if group.kind == "block")
+    memory: Any = Alone()
+    group._shares = Shares(memory.mates, CPU, lambda: None, memory)
+    sums, host = HostSums([group], memory, engine.device, 1.0), engine.cards[0].gradients.host
+    total = FlatSum(group, torch.ones(group.trained_elements), host, MemberViews())
+    host.allocate(group, passing=False)
+    total._sent, total._added = sums.begin(group, total.flat, host, set())
+    threading.Timer(0.2, memory.may_go.set).start()
+    total.abandon()
+    assert memory.may_go.is_set() and bool((group.trained[0].gradient[-8:] == 1).all())
     sums.close()
 
 

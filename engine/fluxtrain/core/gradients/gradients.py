@@ -286,10 +286,13 @@ class FlatSum:
         return self._sent is not None
 
     def abandon(self) -> None:
-        """Wait for the sums of others, whatever becomes of them: they use this one's memory."""
+        """Wait for the sums of others, whatever becomes of them: they use this one's memory, and
+        what the host adds is written to the group's gradients."""
         if self._sent is not None:
             with suppress(Exception):
                 self._sent.wait_host()
+                if self._added is not None:
+                    self._added.wait()
 
     def finish(self) -> None:
         """Round the sum, take the norms and download it; a group on the device keeps it there."""
