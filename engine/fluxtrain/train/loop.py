@@ -443,10 +443,11 @@ class TrainingLoop(Generic[B]):
         self._checkpoints.wait_copied()
         step, trains = self._step_number, what == "the step"
         others = any(lack > 0 for lack in self._engine.lacks_bytes())
-        given_up = self._changes.make_room(
-            step, lost_s, gpu_of(error), backward=trains, others=others
-        )
         elsewhere = isinstance(error, RanOutElsewhere)
+        given_up = self._changes.make_room(
+            step, lost_s, gpu_of(error), backward=trains, others=others,
+            ranks=self._ranks, alike=self._engine.in_lockstep, elsewhere=elsewhere,
+        )  # fmt: skip
         if any(self._ranks.most([given_up is None and not elsewhere])):
             self._report_queued()
             if not self._refusals.under_way:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any, Literal
 
+from fluxtrain.core.ranks.join import ALONE, Ranks
 from fluxtrain.errors import BadInput, DoesNotFit, FluxTrainError
 from fluxtrain.events.emitter import Announcer
 from fluxtrain.events.events import (
@@ -35,7 +36,7 @@ from fluxtrain.train.live.edit import (
     settings_after,
 )
 from fluxtrain.train.live.live_run import LiveRun
-from fluxtrain.train.live.out_of_memory import FallbackStep, fallback_steps
+from fluxtrain.train.live.out_of_memory import NOTHING_LEFT, FallbackStep, fallback_steps
 from fluxtrain.train.live.settings import (
     LOSSES_DIFFER,
     Change,
@@ -402,20 +403,23 @@ class LiveChanges:
         *,
         backward: bool = True,
         others: bool = False,
+        ranks: Ranks = ALONE,
+        alike: bool = False,
+        elsewhere: bool = False,
     ) -> str | None:
         """Give up one thing after device memory ran out in the step after `step`, so that it can
         be repeated; return what, or None when nothing is left.
 
         lost_s: seconds since the step began; gpu: the card that ran out, by torch's number;
-        others: other programs have taken what was planned, and may give it back.
+        others: other programs have taken what was planned, and may give it back; ranks: all of
+        them call this; alike: they must give up the same; elsewhere: another rank ran out.
         """
         with self._lock:
             now = self.settings
             before = self._run.left_with(now)
-            for fallback in fallback_steps(self._run, now, gpu, backward=backward):
-                if self._falls_back(now, fallback):
-                    break
-            else:
+            steps = list(fallback_steps(self._run, now, gpu, backward=backward))
+            fallback = self._fall_back(now, steps, ranks, alike=alike, elsewhere=elsewhere)
+            if fallback is None:
                 return None
             if others:
                 self._given_up.append((before, fallback))
@@ -438,6 +442,34 @@ class LiveChanges:
             self._measurement.end(step)
 
     # -- inside
+
+    def _fall_back(
+        self,
+        now: LiveSettings,
+        steps: Sequence[FallbackStep],
+        ranks: Ranks,
+        *,
+        alike: bool,
+        elsewhere: bool,
+    ) -> FallbackStep | None:
+        """Apply the first of the steps that can be made here, or a later one where another rank
+        cannot make that one; return it, or None where a rank has none left.
+
+        Ranks that are not `alike` choose for themselves, but for what lives on the device: rows of
+        embeddings and chunks of heads on the host are exchanged in another way.
+        """
+        fallback, least, place = None, 0, -1
+        while True:
+            if place < least:
+                left = (one for one in steps if one.rung(alike=alike) >= least)
+                fallback = next((one for one in left if self._falls_back(now, one)), None)
+                stays = elsewhere and not alike and not least
+                place = 0 if stays else NOTHING_LEFT
+                place = place if fallback is None else fallback.rung(alike=alike)
+            most, fewest = ranks.most([place, -place])
+            if most == -fewest:
+                return fallback
+            least = most
 
     def _falls_back(self, now: LiveSettings, fallback: FallbackStep) -> bool:
         """Apply a fallback; return False where the host has no room for what leaves the device."""

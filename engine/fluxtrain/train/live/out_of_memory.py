@@ -13,6 +13,14 @@ from fluxtrain.train.live.edit import with_count
 from fluxtrain.train.live.live_run import LiveRun
 from fluxtrain.train.live.settings import LiveSettings, SettingName, count_of
 
+_RUNGS: tuple[SettingName, ...] = (  # as `fallback_steps` of one card yields them
+    "activations_on_device",
+    "blocks_without_recompute",
+    "chunk_rows",
+    "resident_blocks",
+    "device_groups",
+)
+NOTHING_LEFT = len(_RUNGS)
 _GPU = re.compile(r"\bGPU (\d+)\b")
 
 
@@ -31,6 +39,11 @@ class FallbackStep:
     after: int
     settings: LiveSettings
     card: int | None = None  # the one that gives up, as torch counts; None: the only one, or all
+
+    def rung(self, *, alike: bool) -> int:
+        """Return how late this is given up, of one card; ranks that are not `alike` need to agree
+        on `device_groups` alone."""
+        return _RUNGS.index(self.name) if alike else int(self.name == "device_groups")
 
     def __str__(self) -> str:
         if self.name == "chunk_rows":
