@@ -11,9 +11,11 @@ import torch
 from torch import distributed
 
 from fluxtrain.core.ranks.exchange import Exchange
+from fluxtrain.core.ranks.join import Ranks
 from fluxtrain.errors import DoesNotFit
 from fluxtrain.events import events as ev
 from fluxtrain.train.live.settings import LiveSettings
+from fluxtrain.train.requests import Requests
 from tests.engine import ranks
 from tests.engine.runs import MakeConfig, told, weights
 from tests.on_cards import saved_with_demo_tokenizer
@@ -89,3 +91,27 @@ def test_ranks_end_where_one_has_nothing_left_to_give_up(
     )
     assert all(end.startswith("3: device memory ran out at step 2") for end in ends), ends
     assert (tmp_path / "two" / "checkpoints" / "step-00000001").exists()
+
+
+def asked(config: Path, run_dir: Path, how: list[str]) -> tuple[str, list[str]]:
+    """A run whose first rank is asked, before its first step, to have nothing on the device."""
+    answers: list[str] = []
+    agree = Requests.agree
+
+    def ask(requests: Requests, ranks: Ranks) -> None:
+        if ranks.is_first and not answers:
+            answers.append(requests.handle("apply", {"device_groups": 0})[1])
+        agree(requests, ranks)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Requests, "agree", ask)
+        return ranks.train(config, run_dir, how), answers
+
+
+def test_a_rank_alone_lets_nothing_leave_the_device_when_asked(
+    config: Path, tmp_path: Path
+) -> None:
+    how = ["placement.device_groups=1", "placement.resident_blocks=0"]
+    first, other = ranks.together(2, asked, tmp_path / "ranks", config, tmp_path / "two", how)
+    assert (first[0], other) == ("0", ("0", []))
+    assert "2 processes exchange" in first[1][0]

@@ -210,6 +210,12 @@ def _check_range(run: LiveRun, now: LiveSettings, change: Change) -> None:
             raise BadInput(f"{change}: {most} blocks stream{where}, so none can be copied ahead")
         _between(change, 1, most - 1, f"{most} blocks stream{where}")
         return
+    if name == "device_groups" and run.facts.processes > 1:
+        raise BadInput(
+            f"{change}: {run.facts.processes} processes exchange the gradients of embedding and "
+            "head in one way where they live on the device and in another on the host: set "
+            "placement.device_groups for all of them, before they start"
+        )
     most = sum(_most_on(now.on_card(card), name) for card in range(run.cards))
     because = {
         "device_groups": f"the model has {most} groups",
