@@ -92,6 +92,7 @@ class Hold:
         self.free = threading.Event()
         self.free.set()
         self.passed: list[torch.dtype] = []  # of the moments that were written
+        self.places: list[int] = []  # the memory of these: earlier tests' may be among them
         self.fails: Exception | None = None
 
     def __call__(self, *arguments: Any, **options: Any) -> None:
@@ -103,6 +104,7 @@ class Hold:
         if fails is not None:
             raise fails
         step_(*arguments, **options)
+        self.places.append(arguments[0].m.untyped_storage().data_ptr())
         self.passed.append(arguments[0].m.dtype)
 
     def hold(self) -> None:

@@ -27,6 +27,7 @@ from fluxtrain.train.checkpoint.recovery import locate
 from fluxtrain.train.loop import TrainingLoop
 from fluxtrain.train.placing import placing
 from fluxtrain.train.run import train
+from tests.engine import conftest
 from tests.engine.test_weights_on_disk import damaged
 
 MakeConfig = Callable[..., Path]
@@ -36,6 +37,14 @@ METHODS = {"lora": ["method.name=lora"], "qlora": ["method.name=qlora"]}
 @pytest.fixture(autouse=True)
 def small_weights_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(states, "LEAST_PACKED", 1024)
+
+
+@pytest.fixture(autouse=True)
+def more_blocks_than_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that stay in slots are read once a run."""
+    shape = conftest._llama_shape
+    deeper = {"num_hidden_layers": 5}
+    monkeypatch.setattr(conftest, "_llama_shape", lambda tied: {**shape(tied), **deeper})
 
 
 def on_disk(plan: Placement) -> Placement:
