@@ -207,7 +207,8 @@ class LateBehind(SlowDevice):
     """Copies that follow others come last."""
 
     def _copy(self, to: Tensor, source: Tensor, follows: Sequence[Transfer]) -> tuple[float, float]:
-        time.sleep(0.1 * bool(follows))
+        if follows:
+            time.sleep(0.1)
         return super()._copy(to, source, follows)
 
 

@@ -23,7 +23,7 @@ from transformers import Trainer, TrainingArguments
 import fluxtrain
 from fluxtrain.core.device.arena import HostArena
 from fluxtrain.core.ranks import join
-from fluxtrain.core.ranks.exchange import Exchange, added
+from fluxtrain.core.ranks.exchange import Exchange, add_in_order
 from fluxtrain.core.ranks.shared_memory import SharedMemory
 from fluxtrain.core.wrap import wrap
 from fluxtrain.core.wrap.engine import engine_of
@@ -295,7 +295,7 @@ class Lanes(Exchange):
         self.kept[-1].append(flat.clone())
         if len(self.kept) == LANES:
             place = len(self.kept[-1]) - 1
-            flat.copy_(added([lane[place] for lane in self.kept]).mul_(1 / LANES))
+            flat.copy_(add_in_order(lane[place].clone() for lane in self.kept).mul_(1 / LANES))
 
 
 class Slow(Exchange):

@@ -23,6 +23,7 @@ from fluxtrain.core.device.worker import Worker
 from fluxtrain.core.gradients.host_gradients import Arrival, HostGradients
 from fluxtrain.core.memory.group import Group
 from fluxtrain.core.memory.segment import Segment
+from fluxtrain.core.ranks.exchange import add_in_order
 from fluxtrain.core.ranks.shared_memory import SharedMemory
 from fluxtrain.core.ranks.shares import Shares
 from fluxtrain.events.trace.lanes import OTHER_RANKS
@@ -140,11 +141,10 @@ class HostSums:
         """Return the sum of these elements of all ranks, added in their order, which stands in the
         first one's buffer. A short range has memory of its own: it may be the end of a tensor,
         which others read too."""
-        total, *others = [buffers[slot][start:stop] for buffers in self._sums]
-        if stop - start < len(self._sums) * STATE_BLOCK:
-            total = total.clone()
-        for other in others:
-            total.add_(other)
+        parts = [buffers[slot][start:stop] for buffers in self._sums]
+        if stop - start < len(parts) * STATE_BLOCK:
+            parts[0] = parts[0].clone()
+        total = add_in_order(parts)
         return total if self._factor == 1.0 else total.mul_(self._factor)
 
     def close(self) -> None:

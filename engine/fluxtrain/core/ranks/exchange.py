@@ -20,7 +20,7 @@ from fluxtrain.errors import MisusedModel
 from fluxtrain.events.trace.lanes import OTHER_RANKS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from fluxtrain.core.device.device import Device, Transfer
     from fluxtrain.plan.request import Order, Params
@@ -164,7 +164,7 @@ class Exchange:
         parts = [torch.empty_like(flat) for _ in range(self.ranks.world)]
         sent = [part.view(-1).view(torch.uint8) for part in (flat, *parts)]  # of any dtype
         distributed.all_gather(sent[1:], sent[0], group=self.ranks.host)
-        flat.copy_(added([part.float() for part in parts]).mul_(self._factor))
+        flat.copy_(add_in_order(part.float() for part in parts).mul_(self._factor))
 
     def numbers(self, values: Tensor) -> Tensor:
         """Return the sum or mean over ranks of numbers (n,) fp32 on the device, such as losses."""
@@ -222,18 +222,15 @@ class Exchange:
         sent[:count] = piece
         sent[count:].zero_()
         distributed.all_to_all_single(arrived, sent, group=self._group)
-        mine, *others = arrived.view(world, each)
-        for other in others:
-            mine.add_(other)
-        gather_(sent, mine, group=self._group)
+        gather_(sent, add_in_order(arrived.view(world, each)), group=self._group)
         piece.copy_(sent[:count])
 
 
-def added(parts: list[Tensor]) -> Tensor:
-    """Return the sum of tensors of one shape, added in their order."""
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total.add_(part)
+def add_in_order(parts: Iterable[Tensor]) -> Tensor:
+    """Add the parts of all ranks to the first one's, in their order; return it."""
+    total, *others = parts
+    for other in others:
+        total.add_(other)
     return total
 
 
