@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,6 +69,19 @@ def test_a_sharded_model_learns_on_the_gpu(group: Any, offload: bool) -> None:
     engine.close()
 
 
+def test_sharding_takes_no_more_than_the_shards_and_one_unit(group: Any) -> None:
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=64, hidden_size=1024, intermediate_size=4096, num_hidden_layers=8,
+    )).to(torch.bfloat16).requires_grad_(False)  # fmt: skip
+    whole = sum(p.nbytes for p in model.parameters())
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    engine = shard(model, torch.device("cuda", 0), FsdpSettings(), CommSettings(), None)  # type: ignore[arg-type]
+    taken = torch.cuda.max_memory_allocated() - before
+    engine.close()
+    assert whole <= taken < 1.3 * whole  # a block is an eighth; all of them would be twice
+
+
 @pytest.mark.parametrize("name", [*COMPRESSORS, HYBRID])
 def test_what_is_encoded_on_the_gpu_is_what_the_processor_encodes(group: Any, name: str) -> None:
     compressor = method_named(name).compressor.for_ranks(2)
@@ -109,7 +123,10 @@ def test_kernels_encode_the_bits_of_the_plain_operations(name: str, block: int, 
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_dry_run_of_ranks_is_predicted_and_measured(ranks: int) -> None:
+def test_a_dry_run_of_ranks_is_predicted_and_measured(
+    ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # so that it times a block and copies
     if torch.cuda.device_count() < ranks:
         pytest.skip("needs two NVIDIA GPUs")
     settings = [f"parallel.processes={ranks}", "parallel.mode=fsdp", "train.batch_rows=8"]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, distributed
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -173,6 +175,23 @@ def looked_at() -> tuple[int, int]:
     engine.close()
     assert seen[0] == seen[1]
     return seen[0], there
+
+
+def whole_ones_left() -> list[int]:
+    """Return how many whole weights there still are after each unit is sharded."""
+    model = llama()
+    whole = [weakref.ref(parameter) for parameter in model.parameters()]
+    left = []
+
+    def noted(unit: Any, **how: Any) -> None:
+        fully_shard(unit, **how)
+        gc.collect()
+        left.append(sum(one() is not None for one in whole))
+
+    with patch("fluxtrain.parallel.sharding.fully_shard", noted):
+        engine, _ = sharded(model)
+    engine.close()
+    return left
 
 
 def refused_step(fused: bool) -> tuple[bool, bool]:

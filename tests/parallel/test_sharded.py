@@ -164,6 +164,12 @@ def test_gauges_call_no_operation_and_read_no_gradient(ranks: Ranks) -> None:
         assert seen == there > 0
 
 
+def test_a_whole_weight_is_gone_once_its_unit_is_sharded(ranks: Ranks) -> None:
+    """Else the model would have to fit on each card, where a unit is put before it is sharded."""
+    for left in ranks.run(work.whole_ones_left):
+        assert left == [9 + 3, 3, 0]  # of the second block, and outside of blocks
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_step_that_is_not_finite_changes_no_weight(ranks: Ranks, fused: bool) -> None:
     assert ranks.run(work.refused_step, fused) == [(True, True)] * 2

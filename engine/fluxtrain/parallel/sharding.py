@@ -81,7 +81,7 @@ def shard(
     opened = open_device(device)
     group = mesh.get_group(SHARDS)
     loose = [model.get_parameter(name) for name, _ in taken.loose]
-    for part in parts:  # sharding has put others in their places
+    for part in parts:
         module = model.get_submodule(part.name)
         part.parameters.update((name, module.get_parameter(name)) for name in part.dtypes)
     engine = ShardedEngine(model, parts, loose, opened, plan, group)
@@ -96,7 +96,10 @@ def shard(
 
 
 def parts_of(taken: Parts) -> list[Part]:
-    """Return blocks and modules outside of blocks, a shared parameter in the first that has it."""
+    """Return blocks and modules outside of blocks, a shared parameter in the first that has it.
+
+    Without the parameters: a whole one that is held on to stays on the card beside its shards.
+    """
     seen: set[int] = set()
     parts = []
     named = [(n, m, False) for n, m in taken.edges] + [(n, m, True) for n, m in taken.blocks]
@@ -104,7 +107,7 @@ def parts_of(taken: Parts) -> list[Part]:
         own = {n: p for n, p in module.named_parameters() if id(p) not in seen}
         seen |= {id(p) for p in own.values()}
         if own or is_block:
-            parts.append(Part(name, is_block, own, {n: p.dtype for n, p in own.items()}))
+            parts.append(Part(name, is_block, {}, {n: p.dtype for n, p in own.items()}))
     return parts
 
 
