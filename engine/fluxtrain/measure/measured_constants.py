@@ -25,7 +25,7 @@ from fluxtrain.measure.probe.bandwidth import bus_rates, host_copy_rate, sample_
 from fluxtrain.measure.probe.cache import cache_file, keep, read_kept
 from fluxtrain.measure.probe.others import BUSY_SHARE, beside_text, is_calm_after
 from fluxtrain.measure.probe.probe import known_rates, sustained_threads
-from fluxtrain.measure.small_model import NotCalibrated
+from fluxtrain.measure.small_model import NotCalibrated, free_memory
 from fluxtrain.methods.objective import BoundBatch
 from fluxtrain.plan.calibration import Calibration, timed_rows
 from fluxtrain.plan.facts import ModelFacts
@@ -298,6 +298,9 @@ def _missing_rates(
     except (RuntimeError, MemoryError) as error:  # other programs fill the card
         _log.info("copies were not measured: %s", error)
         return {}
+    finally:
+        if torch.cuda.is_initialized():  # what was copied is no memory of the run
+            free_memory(torch.device(device))
     return {name: rate.per_s for name, rate in found.items() if rate.per_s}
 
 
