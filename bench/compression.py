@@ -53,11 +53,12 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--profile", type=int, default=3, help="steps; 0: none")
     parser.add_argument("--methods", nargs="*", help="of these alone")
+    parser.add_argument("--plain", action="store_true", help="without error feedback alone")
     parser.add_argument("--out", type=Path, default=Path("runs/compression"))
     asked = parser.parse_args()
     model = random_model(asked.shape, asked.out / "model")
     runs = []
-    for name, options in matrix(asked.methods):
+    for name, options in matrix(asked.methods, plain=asked.plain):
         for seed in range(asked.seeds):
             label = f"{name}{'-feedback' * bool(options.get('error_feedback'))}-{seed}"
             run = asked.out / label
@@ -71,9 +72,10 @@ def main() -> int:
     return subprocess.call([sys.executable, "-m", "fluxtrain", "compare", *map(str, runs)])
 
 
-def matrix(names: list[str] | None) -> list[tuple[str, dict[str, Any]]]:
-    """Return each method with its options, without and with error feedback."""
+def matrix(names: list[str] | None, *, plain: bool) -> list[tuple[str, dict[str, Any]]]:
+    """Return each method with its options, without and, if not `plain`, with error feedback."""
     fed = [(name, {**options, "error_feedback": True}) for name, options in FED_BACK.items()]
+    fed = [] if plain else fed
     return [one for one in [*PLAIN.items(), *fed] if not names or one[0] in names]
 
 

@@ -54,14 +54,19 @@ sharding)
     row 3b-ddp 90 python bench/bench_fsdp.py --shape 3b --batch 8 --ours --set fsdp.sharding_strategy=NO_SHARD
     two 7b-lora-bare 90 bench/bench_fsdp.py --shape 7b --batch 4 --rank 16 --resident --steps 20
     row 7b-lora 120 python bench/bench_fsdp.py --shape 7b --batch 4 --rank 16 --ours --steps 20
-    few=(bench/compression.py --methods bf16 int8 qsgd --seeds 1)
-    row compression 180 python "${few[@]}" --out "$out/compression"
+    for method in bf16 int8 qsgd; do # beside each other: they are compared in losses and bytes
+        row "perplexity-$method" 150 python bench/compression.py --methods $method --plain \
+            --seeds 1 --profile 0 --out "$out/perplexity-$method" &
+    done
+    wait
+    slow=(bench/compression.py --plain --seeds 1 --steps 60 --profile 0)
     NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 \
-        row compression-sockets 180 python "${few[@]}" --out "$out/compression-sockets"
+        row sockets 180 python "${slow[@]}" --methods bf16 int8 qsgd --out "$out/sockets"
     ;;
 disk)
-    row 1.5b 60 python bench/bench_gpu.py --shape 1.5b --batch 32 --steps 5
-    row 1.5b-disk 120 python bench/bench_gpu.py --shape 1.5b --batch 32 --steps 5 --host-gib 12 --disk-path "$out"
+    states=(--shape 1.5b --batch 32 --budget-gib 12 --chunk-rows 8 --learning-rate 1e-5 --steps 6)
+    row 1.5b 60 python bench/bench_gpu.py "${states[@]}"
+    row 1.5b-disk 120 python bench/bench_gpu.py "${states[@]}" --host-gib 10 --disk-path "$out"
     row 70b-40-disk 150 python bench/bench_lora.py --shape 70b --layers 40 --frozen nf4-double --sequence 4096 --batches 2 --budget-gib 23 --host-gib 10 --steps 2
     row 70b-disk 240 python bench/bench_lora.py --shape 70b --frozen nf4-double --sequence 4096 --batches 2 --budget-gib 23 --host-gib 20 --steps 2
     ;;
