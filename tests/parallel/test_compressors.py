@@ -80,7 +80,7 @@ def test_bytes_are_those_of_the_formats_counted_by_hand() -> None:
     blocks = count // 128
     expected = {
         "none": 4 * count, "fp16": 2 * count, "bf16": 2 * count, "int8": count + 4 * blocks,
-        "int8_sum": count, "fp8": count + 4 * blocks, "qsgd": count // 2 + 4 * blocks,
+        "int8_sum": count, "fp8": count + 4 * blocks, "qsgd": count // 2 + 4 * 2 * blocks,
         "nc": count + 4, "onebit": count // 8 + 2 * 4 * 16, "signsgd": count // 8,
         "topk": 41 * 8, "randomk": 41 * 4 + 4, "sketch": 3 * 342 * 4,
         "gradiveq": 16 * 64 * 4 + 64 * 16 * 2, "powersgd": (64 + 64) * 4 * 4,

@@ -158,6 +158,7 @@ class Qsgd(_Levels):
     name: ClassVar[str] = "qsgd"
     source: ClassVar[str] = "QSGD, arXiv 1610.02132, with the largest value as norm"
     bias: ClassVar[Bias] = "unbiased"
+    block: Block = 64  # half as many values share a scale as of int8: its error is the larger one
     num_bits: Literal[8, 4, 2] = 4  # type: ignore[misc]
 
     def _codes(self, scaled: Tensor, draws: torch.Generator) -> Tensor:
