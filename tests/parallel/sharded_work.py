@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fluxtrain.config.parallel_settings import CommSettings, FsdpSettings
 from fluxtrain.methods.optimizer import parameter_groups
 from fluxtrain.parallel.engine import ShardedAdamW, ShardedEngine
-from fluxtrain.parallel.sharding import shard
+from fluxtrain.parallel.sharding import _send_from_first, shard
 
 ROWS, LENGTH, WORDS = 4, 16, 64
 
@@ -142,6 +142,31 @@ def effects(settings: dict[str, Any]) -> dict[str, Any]:
         "order": order,
         "equal": abs(float(loss.detach()) - float(of_first.detach())) < 1e-5,
     }
+
+
+class _Writes(TorchDispatchMode):
+    """Counts the operations that write to tensors of a model."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self._places = {t.data_ptr() for t in (*model.parameters(), *model.buffers())}
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, function: Any, _: Any, arguments: Any = (), named: Any = None
+    ) -> Any:
+        if function._schema.is_mutable:
+            first = arguments[0][0] if isinstance(arguments[0], list) else arguments[0]
+            self.count += first.data_ptr() in self._places
+        return function(*arguments, **(named or {}))
+
+
+def written_to_get_the_first_ones(alike: bool) -> int:
+    """Return how often weights are written to when rank 0 sends its own."""
+    model = llama(seed=1 if alike else 1 + distributed.get_rank())
+    with _Writes(model) as writes:
+        _send_from_first(model, torch.device("cpu"))
+    return writes.count
 
 
 class _NoOperation(TorchDispatchMode):

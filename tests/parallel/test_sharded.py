@@ -170,6 +170,13 @@ def test_a_whole_weight_is_gone_once_its_unit_is_sharded(ranks: Ranks) -> None:
         assert left == [9 + 3, 3, 0]  # of the second block, and outside of blocks
 
 
+def test_weights_that_are_those_of_the_first_rank_are_not_written(ranks: Ranks) -> None:
+    """A weight that is mapped from its file and written to takes host memory of its own."""
+    assert ranks.run(work.written_to_get_the_first_ones, True) == [0, 0]
+    of_first, of_second = ranks.run(work.written_to_get_the_first_ones, False)
+    assert of_first == 0 < of_second
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_step_that_is_not_finite_changes_no_weight(ranks: Ranks, fused: bool) -> None:
     assert ranks.run(work.refused_step, fused) == [(True, True)] * 2

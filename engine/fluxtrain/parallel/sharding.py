@@ -177,10 +177,14 @@ def _widen(model: nn.Module, compute: torch.dtype) -> None:
 
 
 def _send_from_first(model: nn.Module, device: torch.device) -> None:
+    """Give every rank the weights of rank 0. Only what differs is written: a weight that is mapped
+    from a file would become a copy in host memory, in every process."""
     for tensor in (*model.parameters(), *model.buffers()):
-        sent = tensor.detach().to(device).contiguous()
+        own = tensor.detach().to(device).contiguous()
+        sent = own.clone()
         distributed.broadcast(sent, 0)
-        tensor.data.copy_(sent)
+        if not torch.equal(sent, own):
+            tensor.data.copy_(sent)
 
 
 def _units(model: nn.Module, taken: Parts, settings: FsdpSettings) -> dict[str, nn.Module]:
