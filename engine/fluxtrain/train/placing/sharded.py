@@ -72,7 +72,8 @@ def plan_sharded(
             told = [ChoiceMade(name="train.batch_rows", value=str(fewer), because=because)]
             rows = fewer
         refuse_larger(facts, sharding, rows, budget)
-    need = rank_bytes(facts, sharding, rows).footprint(sharding, facts, has_gpu=has_gpu)
+    parts = rank_bytes(facts, sharding, rows)
+    need = parts.footprint(sharding, facts, has_gpu=has_gpu)
     _refuse_host(need.host_bytes, capacity.host_available_bytes, sharding.local_ranks)
     found = constants.rates(has_gpu=True) if has_gpu else NOT_TIMED
     rates = None
@@ -88,6 +89,8 @@ def plan_sharded(
         because=f"as set: {config.fsdp.sharding_strategy} over {sharding.shards} of "
         f"{sharding.ranks} ranks; AdamW of torch, fp32",
     )  # fmt: skip
+    # gradients and what a pass needs are gone when the first rank saves the whole weights
+    shards = parts.parameters + parts.states if sharding.settings.cpu_offload or not has_gpu else 0
     card = CardPlacement(
         blocks=facts.layers, device_bytes=need.device_bytes, budget_bytes=budget,
         shown_bytes=need.shown_device_bytes(has_gpu=has_gpu),
@@ -96,7 +99,7 @@ def plan_sharded(
         placement, need=need, cards=(card,), time=time,
         choices=(mode, compared, *told, *unused_choices(config)),
         layout=replace(placement.layout, batch_rows=rows, chunk_rows=rows),
-        saving_bytes=facts.weight_bytes,
+        saving_bytes=max(0, shards + facts.weight_bytes - need.host_bytes),
     )  # fmt: skip
     return placement, replace(constants, place=None, run_times=1.0)  # kept times are of streaming
 
