@@ -8,21 +8,28 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
-from transformers import LlamaConfig
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from fluxtrain.commands import processes
 from fluxtrain.commands.preview import preview, table
 from fluxtrain.config.parallel_settings import FsdpSettings
 from fluxtrain.config.schema import RunConfig, demo_config
+from fluxtrain.core.ranks.join import Ranks
 from fluxtrain.errors import EXIT_DOES_NOT_FIT, BadInput, DoesNotFit
 from fluxtrain.events.answers.plan import PlanAnswer
 from fluxtrain.machine.gpu import Gpus
+from fluxtrain.machine.machine import read_machine
 from fluxtrain.measure.probe import probe as probing
+from fluxtrain.models.copies import Copied
 from fluxtrain.parallel.forecast import Sharding, on_device, rank_bytes, refuse_larger, step_seconds
 from fluxtrain.plan.facts import ModelFacts, RowFacts
+from fluxtrain.plan.guard import UNKNOWN_DISK
 from fluxtrain.plan.machine_file import read_machine_file
 from fluxtrain.plan.rates import CardsRates, Rates
+from fluxtrain.train.placing.preflight import refuse_before_loading
 from fluxtrain.train.placing.sharded import why_streamed
 from fluxtrain.units import GIB
 from tests.unit.plan_models import group
@@ -167,6 +174,28 @@ def test_a_plan_of_ranks_refuses_what_does_not_fit(model: Path) -> None:
     planned(model, *settings, "fsdp.cpu_offload=true", gib=24)
     with pytest.raises(BadInput, match=r"set train\.batch_rows=10"):
         planned(model, *settings, "train.batch_rows=9")
+
+
+def test_what_fits_as_shards_alone_is_not_refused_before_it_is_loaded(model: Path) -> None:
+    config = demo_config(["parallel.mode=fsdp", f"model.path={model}"])
+    shape = LlamaConfig(
+        vocab_size=32_000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=4,
+        num_attention_heads=16, dtype="float32",
+    )  # fmt: skip
+    with torch.device("meta"):
+        empty = LlamaForCausalLM(shape)
+    numbers = sum(p.numel() for p in empty.parameters())
+
+    def refuse(bytes_of_each: int) -> None:
+        machine = msgspec.structs.replace(
+            read_machine(), memory_available_bytes=bytes_of_each * numbers
+        )
+        ranks = Ranks(world=8, local_world=8)
+        refuse_before_loading(config, machine, "cpu", UNKNOWN_DISK, ranks, empty, Copied())
+
+    refuse(12)  # all of it would take 16 in a process that streams
+    with pytest.raises(DoesNotFit, match="each of 8 ranks of a machine needs"):
+        refuse(3)  # each loads all weights in fp32
 
 
 def test_auto_shards_where_that_is_predicted_faster_and_says_why(

@@ -124,10 +124,11 @@ def ready_inputs(
 ) -> Inputs:
     """Load the inputs of a run, announced and prepared for its method."""
     seed_everything(config.train.seed)
-    fits = partial(refuse_before_loading, config, machine, device.value, disk)
+    ranks = session.ranks
+    fits = partial(refuse_before_loading, config, machine, device.value, disk, ranks)
     tell, waits = partial(session.announcer.phase, "loading"), session.disk.until_written
-    capability, world = card_capability(device.value), session.ranks.world
-    inputs = load_inputs(config, fits, capability, tell, waits, world)
+    capability = card_capability(device.value)
+    inputs = load_inputs(config, fits, capability, tell, waits, ranks.world)
     for line in told_of(inputs, whole=config.method.name == "full"):
         session.announcer.warn(line)
     method_of(config).try_saving(inputs.loaded, session.run_dir.path)

@@ -6,16 +6,18 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.core.memory.mapped import cool, copied_bytes
+from fluxtrain.core.ranks.join import Ranks
 from fluxtrain.events.answers.machine import Machine
 from fluxtrain.events.events import ChoiceMade
 from fluxtrain.events.run_folder.run_dir import RunDir
 from fluxtrain.machine.disk import read_disk
+from fluxtrain.measure.measured_constants import Constants
 from fluxtrain.methods.method import method_of
 from fluxtrain.models.copies import Copied
 from fluxtrain.models.loading import LoadedModel
@@ -40,6 +42,7 @@ from fluxtrain.plan.guard import (
 )
 from fluxtrain.plan.placement import Placement
 from fluxtrain.train.placing.placing import adapters_as_cure, decide, model_facts_for
+from fluxtrain.train.placing.sharded import NOT_TIMED, plan_sharded, sharding_of
 from fluxtrain.units import bytes_text, duration_text, rate_text
 
 if TYPE_CHECKING:
@@ -108,17 +111,24 @@ def refuse_before_loading(
     machine: Machine,
     device: str,
     disk: DiskCapacity,
+    ranks: Ranks,
     empty: PreTrainedModel,
     copied: Copied,
 ) -> None:
-    """Refuse, from a model without its weights, a run that does not fit with one row a step.
+    """Refuse, from a model without its weights, a run that does not fit with one row a step; of a
+    sharded model what one of `ranks` needs.
 
     The rows that the configuration asks for are checked when the data is known. Raises DoesNotFit.
     """
     method_of(config).prepare(empty, config)
     facts = model_facts_for(config, empty)
-    runs_in = disk.path
-    placement = decide(config, facts, machine, device, batch_rows=1, data_rows=1, runs_in=runs_in)
+    if config.is_sharded:
+        sharding = sharding_of(config, ranks.world, ranks.local_world)
+        untimed = Constants(per_s={}, source=NOT_TIMED)
+        placement, _ = plan_sharded(config, facts, machine, device, sharding, 1, 1, untimed)
+    else:
+        how: dict[str, Any] = {"batch_rows": 1, "data_rows": 1, "runs_in": disk.path}
+        placement = decide(config, facts, machine, device, **how)
     left = machine.memory_available_bytes
     refuse_what_does_not_fit(config, facts, placement, copied, left, disk)
 
