@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 from unittest.mock import patch
 
@@ -10,6 +11,8 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fluxtrain.errors import MisusedModel
 from fluxtrain.parallel.auto import measured_link
@@ -39,6 +42,41 @@ class Net(nn.Module):
             rows = rows + torch.tanh(block(rows))
         out: Tensor = self.head(rows)
         return out
+
+
+class _Peak(TorchDispatchMode):
+    """Counts the bytes of the tensors that are made inside, at their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._live: dict[int, int] = {}
+        self.peak_bytes = 0
+
+    def __torch_dispatch__(self, function: Any, _: Any, given: Any = (), named: Any = None) -> Any:
+        out = function(*given, **(named or {}))
+        known = {id_of(t) for t in tree_leaves((given, named)) if isinstance(t, Tensor)}
+        for made in tree_leaves(out):
+            if isinstance(made, Tensor) and id_of(made) not in known | self._live.keys():
+                place = made.untyped_storage()
+                self._live[id_of(made)] = place.nbytes()
+                weakref.finalize(place, self._live.pop, id_of(made), 0)
+        self.peak_bytes = max(self.peak_bytes, sum(self._live.values()))
+        return out
+
+
+def id_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def work_bytes_of_a_number(name: str, gathers: bool = False) -> float:
+    """Return the bytes at the peak of an exchange, for each number of it."""
+    exchange, count = exchange_of(name), 1 << 16
+    with _Peak() as seen:
+        if gathers:
+            exchange.gather(torch.randn(count // 2))
+        else:
+            exchange.scatter_sum(1e-3 * torch.randn(2, count // 2), "rows")
+    return seen.peak_bytes / count
 
 
 def world() -> distributed.ProcessGroup:

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from fluxtrain.parallel.compress.registry import BY_TORCH, COMPRESSORS, HYBRID
+from fluxtrain.parallel.compress.compressor import Compressor
+from fluxtrain.parallel.compress.registry import BY_TORCH, COMPRESSORS, HYBRID, method_named
+from fluxtrain.parallel.forecast import GATHERED_BYTES
 from tests.parallel import rank_work as work
 from tests.parallel.rank_pool import Ranks
 
@@ -53,6 +55,17 @@ def test_gathered_weights_may_be_rounded(ranks: Ranks) -> None:
     rounded = ranks.run(work.sharded_losses, "int8", {}, STEPS, True)
     assert rounded[0] == rounded[1]
     assert 0 < abs(rounded[0][-1] - raw[-1]) < 0.05 * raw[-1]
+
+
+def test_an_exchange_takes_the_memory_that_plans_count(ranks: Ranks) -> None:
+    for name in COMPRESSORS.keys() - BY_TORCH:
+        counted = method_named(name).compressor.work_bytes
+        taken, _ = ranks.run(work.work_bytes_of_a_number, name)
+        assert taken <= 1.02 * counted + 4, name  # what it encodes is made inside, too
+        assert counted == Compressor.work_bytes or taken > 0.8 * counted, name
+    for name in ("int8", "fp8"):
+        taken, _ = ranks.run(work.work_bytes_of_a_number, name, True)
+        assert 0.8 * GATHERED_BYTES < taken <= 1.2 * GATHERED_BYTES, name
 
 
 def test_ddp_takes_every_method_and_keeps_residuals_by_parameter(ranks: Ranks) -> None:

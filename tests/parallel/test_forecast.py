@@ -30,7 +30,7 @@ from fluxtrain.plan.guard import UNKNOWN_DISK
 from fluxtrain.plan.machine_file import read_machine_file
 from fluxtrain.plan.rates import CardsRates, Rates
 from fluxtrain.train.placing.preflight import refuse_before_loading
-from fluxtrain.train.placing.sharded import why_streamed
+from fluxtrain.train.placing.sharded import sharding_of, why_streamed
 from fluxtrain.units import GIB
 from tests.unit.plan_models import group
 
@@ -81,6 +81,36 @@ def test_ranks_share_weights_gradients_and_states_and_ddp_shares_nothing() -> No
     need = rank_bytes(FACTS, offloaded, 1).footprint(offloaded, FACTS, has_gpu=True)
     assert need.arena_bytes == 4 * TRAINED
     assert need.device_bytes == four.activations + four.gathered + four.staging
+
+
+def test_what_compression_keeps_and_computes_with_is_counted() -> None:
+    plain = rank_bytes(FACTS, sharding(), 1)
+    ours = replace(sharding(), work_bytes=20, keeps_losses=True)
+    kept = rank_bytes(FACTS, ours, 1)
+    assert kept.residuals == 4 * TRAINED  # all that a rank encodes, and not its shard of it
+    assert kept.staging - plain.staging == 20 * 2 * 65_536_000
+    between = replace(ours, settings=FsdpSettings(sharding_strategy="HYBRID"), local_ranks=2)
+    assert rank_bytes(FACTS, between, 1).residuals == 2 * TRAINED
+    rounded = rank_bytes(FACTS, replace(sharding(), gather_bytes=1), 1)
+    assert rounded.gathered - plain.gathered == 10 * 2 * 65_536_000
+    config = demo_config(
+        ["parallel.mode=fsdp", "comm.compress=int8", "comm.config={error_feedback: true}"]
+    )
+    asked = sharding_of(config, 4, 4)
+    assert (asked.work_bytes, asked.keeps_losses) == (20, True)
+    assert (
+        sharding_of(demo_config(["parallel.mode=fsdp", "comm.compress=bf16"]), 4, 4).work_bytes == 0
+    )
+    with pytest.raises(DoesNotFit, match=r"comm\.compress=bf16 without comm\.config fits"):
+        refuse_larger(FACTS, asked, 1, on_device(FACTS, sharding(), 1) + GIB)
+
+
+def test_small_blocks_are_gathered_with_what_is_outside_of_blocks() -> None:
+    together = rank_bytes(FACTS, sharding(min_num_params=BLOCK + 1), 1)
+    assert together.gathered == 2 * TRAINED
+    assert together.staging == (2 + 4) * TRAINED
+    apart, base = (rank_bytes(FACTS, sharding(min_num_params=n), 1) for n in (BLOCK, 0))
+    assert apart == base
 
 
 def test_communication_counts_where_nothing_hides_it() -> None:

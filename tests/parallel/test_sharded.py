@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from fluxtrain.config.parallel_settings import FsdpSettings
 from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.core.wrap.wrap import wrap
 from fluxtrain.errors import UnsupportedModel
 from fluxtrain.methods.optimizer import EngineAdamW, parameter_groups
+from fluxtrain.parallel.forecast import Sharding
 from fluxtrain.parallel.sharding import refuse_unshardable
 from tests.parallel import sharded_work as work
 from tests.parallel.rank_pool import Ranks
@@ -122,6 +124,10 @@ def test_compressed_gradients_train_alike_and_their_residuals_are_in_the_state(
         between = "shards" if strategy == "FULL_SHARD" else "replicas"
         assert kept == [f"exchange.{rank}.int8 between {between} on 2 ranks" for rank in (0, 1)]
         assert "model.layers.1" in shards[kept[0]]
+        lost = sum(t.nbytes for name, t in shards[kept[0]].items() if name != "draws")
+        asked = Sharding(settings=FsdpSettings(sharding_strategy=strategy), ranks=2, local_ranks=2)
+        numbers = sum(p.numel() for p in work.llama().parameters())
+        assert lost == 4 * numbers // asked.parts_encoded  # as the plan counts them
 
 
 @pytest.mark.parametrize(

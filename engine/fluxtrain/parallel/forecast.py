@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from fluxtrain.config.parallel_settings import FsdpSettings
 from fluxtrain.errors import DoesNotFit
 from fluxtrain.events.events import ChoiceMade
-from fluxtrain.plan.facts import FP32_BYTES, GroupFacts, ModelFacts
+from fluxtrain.plan.facts import FP32_BYTES, HALF_BYTES, GroupFacts, ModelFacts
 from fluxtrain.plan.footprint import Footprint, Layout
 from fluxtrain.plan.rates import CardsRates
 from fluxtrain.plan.simulation import COMMUNICATION, StepTime, step_time
@@ -21,6 +22,7 @@ from fluxtrain.units import bytes_text
 
 FASTER = 0.9  # of the streaming plan's time: `auto` shards where a token is predicted to take less
 MOST_RANKS = 64  # that a cure names
+GATHERED_BYTES = 10  # of a weight that was sent in 8 bits, while it is decoded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +34,20 @@ class Sharding:
     local_ranks: int  # on this machine
     reduce_bytes: int = FP32_BYTES  # of a gradient on its way to the sum
     gather_bytes: int | None = None  # of a weight on its way to the ranks; None: as it computes
+    work_bytes: int = 0  # of a gradient while it is encoded and decoded; 0: torch sums
+    keeps_losses: bool = False  # what encoding loses is kept until the next step
 
     @property
     def shards(self) -> int:
         """Return the number of ranks that hold one copy of the model together."""
         strategy = self.settings.sharding_strategy
         return {"NO_SHARD": 1, "HYBRID": self.local_ranks}.get(strategy, self.ranks)
+
+    @property
+    def parts_encoded(self) -> int:
+        """Return into how many parts gradients are cut when they are encoded: those of all shards
+        are sent whole; between replicas a rank sends what it holds."""
+        return self.shards if self.shards < self.ranks else 1
 
     @property
     def keeps(self) -> bool:
@@ -63,7 +73,8 @@ class RankBytes:
     states: int  # AdamW's moments, its shards
     activations: int  # inputs of blocks, those of one block (or of all), logits
     gathered: int  # whole weights of two blocks (or of all), and of what is outside of blocks
-    staging: int  # one block's gradients, before they are summed and on their way
+    staging: int  # one block's gradients, before they are summed, encoded and on their way
+    residuals: int  # what encoding gradients has lost, fp32
 
     @property
     def total(self) -> int:
@@ -73,7 +84,7 @@ class RankBytes:
     @property
     def text(self) -> str:
         """List the parts for people."""
-        return ", ".join(f"{name} {bytes_text(size)}" for name, size in vars(self).items())
+        return ", ".join(f"{name} {bytes_text(size)}" for name, size in vars(self).items() if size)
 
     def footprint(self, sharding: Sharding, facts: ModelFacts, *, has_gpu: bool) -> Footprint:
         """Return the peaks as every plan has them; on the host those while the rank loads."""
@@ -86,7 +97,7 @@ class RankBytes:
             gradients_bytes=0 if offloads else self.gradients,
             optimizer_bytes=0 if offloads else self.states,
             block_inputs_bytes=0,
-            workspace_bytes=self.activations + self.gathered + self.staging,
+            workspace_bytes=self.activations + self.gathered + self.staging + self.residuals,
             arena_bytes=shards if offloads else 0,
             host_bytes=max(loading, shards if offloads else 0 if has_gpu else self.total),
         )
@@ -97,29 +108,37 @@ def rank_bytes(facts: ModelFacts, sharding: Sharding, rows: int) -> RankBytes:
     shards, compute = sharding.shards, sharding.compute_bytes(facts)
     trained = sum(group.trained for group in facts.groups)
     frozen = sum(_frozen_bytes(group, compute) for group in facts.groups)
-    blocks = list(facts.blocks)
+    least = sharding.settings.min_num_params * compute
+    blocks = [group for group in facts.blocks if _whole_bytes(group, compute) >= least]
+    names = {group.name for group in blocks}
+    together = [group for group in facts.groups if group.name not in names]
     whole = [_whole_bytes(group, compute) for group in blocks]
-    outside = sum(_whole_bytes(group, compute) for group in facts.edges)
+    outside = sum(_whole_bytes(group, compute) for group in together)
     at_once = max(
         max((group.trained for group in blocks), default=0),
-        sum(group.trained for group in facts.edges),
+        sum(group.trained for group in together),
     )
+    decoded = 0
+    if sharding.gather_bytes is not None and shards > 1:
+        decoded = GATHERED_BYTES * max(outside, *whole, 0) // compute
+    apart = sharding.parts_encoded
     activations = 0
     if (row := facts.row) is not None:
         recomputes = sharding.settings.activation_checkpointing
-        block = row.activation_bytes if recomputes else row.kept_bytes * len(blocks)
+        block = row.activation_bytes if recomputes else row.kept_bytes * facts.layers
         logits = row.sequence_length * row.vocabulary * (compute + 2 * FP32_BYTES)  # and gradients
         head = 0
         if facts.fuses_loss:  # gradients of the head's input and weight, and a chunk of logits
             logits, head = 2 * row.block_input_bytes, compute * row.vocabulary * row.hidden
-        activations = rows * (row.block_input_bytes * len(blocks) + block + logits) + head
+        activations = rows * (row.block_input_bytes * facts.layers + block + logits) + head
     return RankBytes(
         parameters=(FP32_BYTES * trained + frozen) // shards,
         gradients=FP32_BYTES * trained // shards,
         states=2 * FP32_BYTES * trained // shards,
         activations=activations,
-        gathered=(sum(whole) if sharding.keeps else 2 * max(whole, default=0)) + outside,
-        staging=at_once * (compute + FP32_BYTES),
+        gathered=(sum(whole) if sharding.keeps else 2 * max(whole, default=0)) + outside + decoded,
+        staging=at_once * (compute + FP32_BYTES) + at_once * sharding.work_bytes // apart,
+        residuals=FP32_BYTES * trained // apart if sharding.keeps_losses else 0,
     )
 
 
@@ -176,6 +195,9 @@ def _ways(
         if getattr(sharding.settings, name) != value:
             word = str(value).lower() if value is True else value
             yield f"fsdp.{name}={word}", sharding.with_settings(**{name: value}), rows
+    if sharding.work_bytes:
+        plain: dict[str, Any] = {"reduce_bytes": HALF_BYTES, "work_bytes": 0, "keeps_losses": False}
+        yield "comm.compress=bf16 without comm.config", replace(sharding, **plain), rows
     ranks = sharding.ranks
     while (ranks := 2 * ranks) <= MOST_RANKS:
         more = replace(sharding, ranks=ranks, local_ranks=ranks)

@@ -184,6 +184,7 @@ class Natural(Compressor):
     """Powers of two, drawn so that their mean is the value: a sign and 7 bits of exponent."""
 
     name: ClassVar[str] = "nc"
+    work_bytes = 38
     source: ClassVar[str] = "natural compression, arXiv 1905.10988, exponents below the largest"
     bias: ClassVar[Bias] = "unbiased"
 
@@ -211,6 +212,7 @@ class OneBit(Compressor):
     """The sign of each value; a block's signs stand for the means of its values of that sign."""
 
     name: ClassVar[str] = "onebit"
+    work_bytes = 24
     source: ClassVar[str] = "1-bit SGD, Seide et al., Interspeech 2014"
     block: Block = 256
 

@@ -134,6 +134,7 @@ class ThresholdV(Sparse):
     """Values of at least a threshold; rows are as long as the longest of all ranks needs."""
 
     name: ClassVar[str] = "thresholdv"
+    work_bytes = 47
     source: ClassVar[str] = "threshold-v, Dutta et al., arXiv 1911.08250"
     extra_collectives: ClassVar[int] = 1
     threshold: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-4
@@ -159,6 +160,7 @@ class Sketch(Compressor):
     """Count sketches, which add up; the largest values of the sum are estimated from them."""
 
     name: ClassVar[str] = "sketch"
+    work_bytes = 55
     source: ClassVar[str] = "FetchSGD, arXiv 2007.07682 (count sketch, one round)"
     tables: Annotated[int, Field(ge=1, le=15)] = 3
     ratio: Ratio = 0.25  # cells of all tables to values

@@ -11,6 +11,7 @@ from fluxtrain.events.events import ChoiceMade
 from fluxtrain.measure.measured_constants import Constants
 from fluxtrain.methods.method import method_of
 from fluxtrain.models.model_files import is_pipeline
+from fluxtrain.parallel.auto import CANDIDATE
 from fluxtrain.parallel.compress.registry import method_named
 from fluxtrain.parallel.forecast import (
     Sharding,
@@ -124,13 +125,20 @@ def _beside_ddp(
 
 def sharding_of(config: RunConfig, ranks: int, local_ranks: int) -> Sharding:
     """Return how many ranks share the model, and the bytes that they send."""
-    half = config.comm.compress in ("fp16", "bf16")
+    comm = config.comm
+    half = comm.compress in ("fp16", "bf16")
+    method = method_named(CANDIDATE)
+    if comm.compress != "auto":
+        method = method_named(comm.compress, comm.config)
+    ours = method.bytes_of_torch is None and ranks > 1
     return Sharding(
         settings=config.fsdp,
         ranks=ranks,
         local_ranks=local_ranks,
         reduce_bytes=HALF_BYTES if half else FP32_BYTES,
-        gather_bytes=None if config.comm.gather == "none" else 1,
+        gather_bytes=None if comm.gather == "none" else 1,
+        work_bytes=method.compressor.work_bytes if ours else 0,
+        keeps_losses=ours and method.feedback,
     )
 
 
