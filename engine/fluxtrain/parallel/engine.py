@@ -250,7 +250,8 @@ class ShardedEngine:
     # -- its training state: that of an engine that streams, gathered one tensor at a time ---------
 
     def state_shards(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """Yield the training state of each part, whole, on every rank; a collective."""
+        """Yield the training state of each part, whole on the first rank; a collective. The others
+        get empty tensors."""
         for part in self.parts:
             found: dict[str, Tensor] = {}
             for name, parameter in part.parameters.items():
@@ -340,11 +341,23 @@ class ShardedAdamW(EngineAdamW):
 
 
 def exchange_shards(exchange: Exchange, named: str) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yield what compression keeps on each rank, a shard a rank; a collective."""
-    own = {key: tensor.cpu() for key, tensor in exchange.state_dict().items()}
-    every: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(every, own)
-    for rank, state in enumerate(every):
+    """Yield what compression keeps on each rank, a shard a rank, on the first one; a collective.
+
+    It may be as large as all gradients of the model: no rank ever has more than one rank's.
+    """
+    here, world, own = distributed.get_rank(), distributed.get_world_size(), exchange.state_dict()
+    shapes: list[Any] = [None] * world
+    distributed.all_gather_object(shapes, {key: (t.shape, t.dtype) for key, t in own.items()})
+    for rank, every in enumerate(shapes):
+        state: dict[str, Tensor] = {}
+        for key, (shape, dtype) in every.items():
+            if rank == here == 0:
+                state[key] = own[key].cpu()
+            elif rank == here:
+                distributed.send(own[key].cpu(), 0)
+            elif here == 0:
+                state[key] = torch.empty(shape, dtype=dtype)
+                distributed.recv(state[key], rank)
         yield f"{EXCHANGE}{rank}.{named}", state
 
 
@@ -360,10 +373,13 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """Gather a tensor of all ranks, on the host; a collective."""
+    """Gather a tensor of all ranks in the host memory of the first, an empty one on the others; a
+    collective."""
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
+        if distributed.get_rank():
+            tensor = tensor.new_empty(0)
     return tensor.cpu()
 
 
@@ -403,7 +419,7 @@ def _square_of(part: Part, device: torch.device) -> Tensor:
 def gathered_on_first(engine: ShardedEngine) -> None:
     """Put the whole weights in place of the shards of rank 0, one after the other, in the dtypes of
     the loaded model; the others drop theirs. A collective; the model is not computed with again."""
-    model, is_first = engine.model, distributed.get_rank() == 0
+    model = engine.model
     engine.forget_gradients()
     engine.optimizer = None
     for unit in engine.units.values():
@@ -419,7 +435,6 @@ def gathered_on_first(engine: ShardedEngine) -> None:
                 whole = _whole(parameter)
                 if id(parameter) not in engine.packed:
                     whole = whole.to(dtypes.get(f"{path}.{name}", whole.dtype))
-                kept = whole if is_first else whole.new_empty(0)
-                made[id(parameter)] = nn.Parameter(kept, parameter.requires_grad)
+                made[id(parameter)] = nn.Parameter(whole, parameter.requires_grad)
                 made[id(made[id(parameter)])] = made[id(parameter)]
             module._parameters[name] = made[id(parameter)]
