@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch import distributed
 
 from fluxtrain.commands.dry_run import dry_run
@@ -16,6 +17,7 @@ from fluxtrain.config.schema import load_config
 from fluxtrain.errors import FluxTrainError
 from fluxtrain.events.answers.answers import DryRunAnswer
 from fluxtrain.train.checkpoint.recovery import locate, truly_told
+from fluxtrain.train.loop import TrainingLoop
 from fluxtrain.train.ranks import train_as_rank
 
 
@@ -35,6 +37,13 @@ def run(config: str, run_dir: str, overrides: list[str], resume: str | None = No
 def run_otherwise(config: str, run_dir: str, others: list[Any]) -> str:
     """Train with overrides that differ between the ranks."""
     return run(config, run_dir, others[distributed.get_rank()])
+
+
+def run_without_memory(config: str, run_dir: str) -> str:
+    """Train, and run out of device memory in the first step."""
+    error = torch.OutOfMemoryError("CUDA out of memory")
+    with patch.object(TrainingLoop, "_compute", side_effect=error):
+        return run(config, run_dir, [])
 
 
 def tried(config: str) -> DryRunAnswer | None:

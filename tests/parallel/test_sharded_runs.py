@@ -200,6 +200,15 @@ def test_what_a_sharded_run_cannot_do_is_refused_on_every_rank(
         assert words in told
 
 
+def test_cures_of_a_lack_of_memory_are_settings_of_sharded_models(
+    ranks: Ranks, config: Path, tmp_path: Path
+) -> None:
+    for told in ranks.run(work.run_without_memory, str(config), str(tmp_path / "run")):
+        assert told.startswith("DoesNotFit: device memory ran out at step 1")
+        assert "lower train.batch_rows, set fsdp.cpu_offload=true, shorten data" in told
+        assert "placement." not in told
+
+
 def test_a_rank_that_is_configured_otherwise_is_refused(
     ranks: Ranks, config: Path, tmp_path: Path
 ) -> None:

@@ -45,6 +45,10 @@ class TrainingEngine(Protocol):
         """Return whether every rank must compute as often as the others."""
 
     @property
+    def takes_less(self) -> tuple[str, ...]:
+        """Name settings with which the device holds less."""
+
+    @property
     def device(self) -> Device:
         """Return the device of inputs and loss."""
 

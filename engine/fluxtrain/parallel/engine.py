@@ -81,6 +81,7 @@ class ShardedEngine:
         self.units: dict[str, nn.Module] = {}  # gathered at once; "" is the model itself
         self.packed: set[int] = set()  # parameters that are bytes in a dtype that computes
         self.mesh: Any = None
+        self.takes_less: tuple[str, ...] = ()  # settings with which the device holds less
         self.offloads = False  # shards are in host memory, and a GPU computes
         self.spill = Spill(Path())  # nothing of it lives on disk
         self.norm: GradNorm | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -91,6 +91,7 @@ def shard(
     engine.packed = {id(model.get_parameter(name)) for name in packed}
     if comm.gather != "none" and group.size() > 1 and not packed:  # whose bytes cannot be rounded
         _compress_gathers(engine, method_named(comm.gather))
+    engine.takes_less = tuple(_takes_less(settings))
     engine.offloads = settings.cpu_offload and device.type != "cpu"
     return engine
 
@@ -157,6 +158,15 @@ def mesh_of(settings: FsdpSettings, device: torch.device) -> DeviceMesh:
         return init_device_mesh(device.type, (world,), mesh_dim_names=(SHARDS,))
     sizes = (world // shards, shards)
     return init_device_mesh(device.type, sizes, mesh_dim_names=(REPLICAS, SHARDS))
+
+
+def _takes_less(settings: FsdpSettings) -> Iterator[str]:
+    yield "lower train.batch_rows"
+    for name in ("activation_checkpointing", "cpu_offload"):
+        if not getattr(settings, name):
+            yield f"set fsdp.{name}=true"
+    if settings.sharding_strategy != "FULL_SHARD":
+        yield "set fsdp.sharding_strategy=FULL_SHARD"
 
 
 def _compute_dtype(model: nn.Module) -> torch.dtype:

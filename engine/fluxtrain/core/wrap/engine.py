@@ -44,6 +44,12 @@ class Engine(Context):
         """Return whether each rank must compute as often as the others, which send it weights."""
         return self.exchange.shares is not None and self.exchange.shares.memory is None
 
+    @property
+    def takes_less(self) -> tuple[str, ...]:
+        """Name settings with which the device holds less."""
+        chunks = ("set a smaller placement.chunk_rows",) if self.chunk_rows > 1 else ()
+        return (*chunks, *("set placement.offload=max",) * (self.plan.offload != "max"))
+
     # -- a step ------------------------------------------------------------------------------------
 
     def forget_gradients(self) -> None:

@@ -124,13 +124,9 @@ def out_of_memory(
     """Return the error of a run that has nothing left to give up in the step after `step`, with a
     cure; `last` names the newest checkpoint."""
     chunk_rows = context.chunk_rows
-    cures = (
-        "set a smaller placement.chunk_rows" if chunk_rows > 1 else "",
-        "set placement.offload=max" if context.plan.offload != "max" else "",
-        "shorten data.sequence_length",
-        "or close other programs on the GPU",
-    )
+    always = ("shorten data.sequence_length", "or close other programs on the GPU")
+    cures = (*context.takes_less, *always)
     return DoesNotFit(
         f"device memory ran out at step {step + 1} with chunks of {chunk_rows} rows "
-        f"({first_line(error)}): {', '.join(filter(None, cures))}; {last}"
+        f"({first_line(error)}): {', '.join(cures)}; {last}"
     )
