@@ -202,6 +202,17 @@ def looked_at() -> tuple[int, int]:
     return seen[0], there
 
 
+def bytes_of_a_checkpoint() -> tuple[int, int]:
+    """Return the bytes that a checkpoint is said to take at most, and those that it takes."""
+    comm = {"compress": "int8", "config": {"error_feedback": True}}
+    engine, optimizer = sharded(llama(), comm=comm)
+    steps(engine, optimizer, 0, 1, distributed.get_world_size(), distributed.get_rank())
+    told = engine.shard_bytes()
+    taken = sum(t.nbytes for _, tensors in engine.state_shards() for t in tensors.values())
+    engine.close()
+    return told, taken
+
+
 def whole_ones_left() -> list[int]:
     """Return how many whole weights there still are after each unit is sharded."""
     model = llama()

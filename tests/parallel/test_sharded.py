@@ -179,6 +179,12 @@ def test_a_whole_weight_is_gone_once_its_unit_is_sharded(ranks: Ranks) -> None:
         assert left == [9 + 3, 3, 0]  # of the second block, and outside of blocks
 
 
+def test_room_for_a_checkpoint_counts_what_compression_keeps(ranks: Ranks) -> None:
+    (told, taken), _ = ranks.run(work.bytes_of_a_checkpoint)
+    assert taken <= told + (64 << 10)  # of generators
+    assert told < 1.05 * taken
+
+
 def test_weights_that_are_those_of_the_first_rank_are_not_written(ranks: Ranks) -> None:
     """A weight that is mapped from its file and written to takes host memory of its own."""
     assert ranks.run(work.written_to_get_the_first_ones, True) == [0, 0]

@@ -312,8 +312,11 @@ class ShardedEngine:
             _put(state[theirs], _of(tensors, f"{name}.{ours}", part.name, parameter))
 
     def shard_bytes(self) -> int:
-        """Return the most bytes that all shards take: masters and two moments in fp32."""
-        return 12 * self.parameter_counts[1] + 8 * len(self.parts)
+        """Return the most bytes that all shards take: masters and two moments in fp32, and what
+        compression keeps on each rank."""
+        kept = (sum(map(_nbytes, exchange.residuals.values())) for exchange in self.exchanges)
+        lost = distributed.get_world_size() * sum(kept)
+        return 12 * self.parameter_counts[1] + 8 * len(self.parts) + lost
 
     def hold_for_saving(self, name: str) -> Held | None:
         """Return None: each shard is copied before the next update."""
