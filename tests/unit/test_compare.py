@@ -57,8 +57,39 @@ def test_folders_and_files_are_read_and_others_refused(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(BadInput, match=words):
             read_lines([path])
-    with pytest.raises(BadInput, match="name a run folder"):
-        read_lines([tmp_path / "none.jsonl"])
+    for none in (tmp_path / "none.jsonl", Path("/dev/zero")):
+        with pytest.raises(BadInput, match="name a run folder"):
+            read_lines([none])
+
+
+def test_a_file_without_a_line_is_told_beside_others(tmp_path: Path) -> None:
+    (tmp_path / "results.jsonl").write_text(json.dumps(_line("int8", 0, 9.0, 1.0)) + "\n")
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(BadInput, match=r"empty\.jsonl has no line"):
+        read_lines([tmp_path, tmp_path / "empty.jsonl"])
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("losses", 3), ("losses", [[1, 2]]), ("evaluations", [["a", 1, 2]]), ("world_size", "two"),
+        ("world_size", 0), ("seed", [1]), ("tokens_per_s", "x"), ("compress_config", 1),
+    ],
+)  # fmt: skip
+def test_values_of_another_kind_are_refused_with_their_key(
+    tmp_path: Path, key: str, value: object
+) -> None:
+    path = tmp_path / "results.jsonl"
+    path.write_text(json.dumps({**_line("int8", 0, 9.0, 1.0), key: value}) + "\n")
+    with pytest.raises(BadInput, match=rf"line 1 is not one that a run wrote .*\.{key}.*remove"):
+        read_lines([path])
+
+
+def test_plots_that_cannot_be_written_name_their_folder(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (taken := tmp_path / "plots").touch()
+    with pytest.raises(BadInput, match="plots cannot be written .*name another folder"):
+        draw([_line("int8", 0, 9.0, 1.0)], taken)
 
 
 def test_curves_are_drawn(tmp_path: Path) -> None:

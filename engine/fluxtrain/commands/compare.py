@@ -7,12 +7,13 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from fluxtrain.errors import BadInput
 from fluxtrain.events.printable import printable
+from fluxtrain.files.opening import read_named
 
 
 class ComparedRuns(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +35,22 @@ class ComparedRuns(msgspec.Struct, frozen=True, kw_only=True):
     timing_valid: bool
 
 
-NEEDED = ("compress_method", "world_size", "seed", "tokens_per_s")
+Point = tuple[float | None, float | None, float | None]  # step, seconds, loss
+
+
+class _Written(msgspec.Struct):
+    """What is used of a line, of which the first four have to be there."""
+
+    compress_method: str
+    world_size: Annotated[int, msgspec.Meta(ge=1)]
+    seed: int
+    tokens_per_s: float | None
+    compress_config: dict[str, Any] | None = None
+    losses: list[Point] | None = None
+    evaluations: list[Point] | None = None
+
+
+NEEDED = _Written.__struct_fields__[:4]
 BASE = ("bf16", "none")  # what the others are compared with: the first that is there
 FEW_SEEDS = 3
 
@@ -64,16 +80,15 @@ def read_lines(paths: Sequence[Path]) -> list[dict[str, Any]]:
     for given in paths:
         path = given / "results.jsonl" if given.is_dir() else given
         try:
-            text = path.read_text(encoding="utf-8")
+            rows = read_named(path).decode().splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise BadInput(
                 f"{path} cannot be read ({error}): name a run folder, or a results.jsonl that a "
                 "run with parallel.mode=fsdp wrote"
             ) from None
-        for number, row in enumerate(text.splitlines(), 1):
-            lines.append(_line(row, f"{path}, line {number}"))
-    if not lines:
-        raise BadInput(f"{paths[0]} has no line: a run adds one when it ends")
+        if not rows:
+            raise BadInput(f"{path} has no line: a run adds one when it ends")
+        lines += [_line(row, f"{path}, line {number}") for number, row in enumerate(rows, 1)]
     return lines
 
 
@@ -85,6 +100,10 @@ def _line(row: str, where: str) -> dict[str, Any]:
     lacks = [key for key in NEEDED if not isinstance(found, dict) or key not in found]
     if lacks:
         raise BadInput(f"{where} lacks {', '.join(lacks)}: it is not a line that a run wrote")
+    try:
+        msgspec.convert(found, _Written)
+    except msgspec.ValidationError as error:
+        raise BadInput(f"{where} is not one that a run wrote ({error}): remove the line") from None
     return dict(found)
 
 
@@ -170,14 +189,23 @@ def _told(value: float | None, form: str) -> str:
 def draw(lines: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     """Draw loss over steps and over time, and quality against bytes; return the SVG files.
 
-    Raises BadInput without matplotlib.
+    Raises BadInput without matplotlib, and where the folder cannot be written.
     """
     try:
-        from matplotlib.figure import Figure
+        return _drawn(lines, folder)
     except ImportError:
         raise BadInput(
             "plots need matplotlib: pip install 'fluxtrain[plots]', or leave --plots out"
         ) from None
+    except OSError as error:
+        raise BadInput(
+            f"{folder} cannot be written ({error.strerror}): name another folder with --plots"
+        ) from None
+
+
+def _drawn(lines: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
+    from matplotlib.figure import Figure
+
     folder.mkdir(parents=True, exist_ok=True)
     made = []
     for name, key, at, label in (
