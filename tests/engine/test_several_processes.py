@@ -178,3 +178,21 @@ def test_all_start_again_where_one_died_and_not_where_a_run_is_refused(
     last = capsys.readouterr().err.splitlines()[-1]
     assert ("rank 1 has ended" if code else "ended without a word") in last
     assert (f"--resume {folder}" in last) is (code != 2)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "words"),
+    [(5, 5, "ended with exit code 5"), (-9, 7, "ended without a word")],
+)
+def test_a_run_whose_disk_is_full_ends_with_the_code_that_it_could_not_write(
+    status: int, code: int, words: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    (folder := tmp_path / "run").mkdir()
+    monkeypatch.setattr(processes, "launch", lambda *_: status)
+    with pytest.raises(typer.Exit) as ended:
+        target = Target(run_dir=RunDir(folder), resumes=True)
+        processes.train_in_processes(demo_config(TWO), target, [])
+    assert ended.value.exit_code == code
+    (last,) = capsys.readouterr().err.splitlines()
+    assert words in last and f"--resume {folder}" in last

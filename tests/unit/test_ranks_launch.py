@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from fluxtrain.core.ranks.launch import launch
 from tests.unit.test_parent import runs
 
 # In place of torchrun: it starts one rank, which is stopped, and does not end by SIGTERM.
@@ -71,3 +72,7 @@ def test_all_end_at_once_also_a_rank_that_is_stopped(
     finally:
         for pid in filter(runs, [front.pid, *pids]):
             os.kill(pid, signal.SIGKILL)
+
+
+def test_the_exit_code_of_a_rank_is_that_of_all(tmp_path: Path) -> None:
+    assert launch(["train", str(tmp_path / "none.yaml")], 2, lambda: None) == 2

@@ -24,6 +24,7 @@ from fluxtrain.errors import (
     EXIT_DEVICE_FAILED,
     EXIT_FINISHED,
     EXIT_INTERRUPTED,
+    EXIT_NO_SPACE,
     EXIT_READ_FAILED,
     EXIT_TERMINATED,
     Interrupted,
@@ -173,19 +174,21 @@ def train_in_processes(config: RunConfig, target: Target, words: list[str]) -> N
         if code == EXIT_INTERRUPTED:
             raise Interrupted("all processes of the run have ended", code)
         if message:  # again, behind torchrun's own report
-            complain(f"error: {message}{way * (code == EXIT_DEVICE_FAILED)}")
+            complain(f"error: {message}{way * (code in (EXIT_DEVICE_FAILED, EXIT_NO_SPACE))}")
         raise typer.Exit(code)
 
 
 def _end_of(run_dir: RunDir, since_s: float, status: int) -> tuple[int, str]:
     """Return how the run ended after `since_s`: its exit code, and why where it failed. Without a
-    word of it torchrun's exit `status` counts."""
+    word of it in the journal the exit `status` of its processes counts."""
     found = newest_events(run_dir.journal, (Done, Failed)).values()
     end = max((one for one in found if one.t_s >= since_s), key=lambda one: one.t_s, default=None)
     if isinstance(end, Done | Failed):
         return end.exit_code, end.message if isinstance(end, Failed) else ""
     if not status:
         return EXIT_FINISHED, ""
+    if EXIT_BUG < status <= EXIT_READ_FAILED:
+        return status, f"a process of the run ended with exit code {status}: why stands above"
     return EXIT_DEVICE_FAILED, (
-        f"a process of the run ended without a word (torchrun: {status}): out of memory, or killed"
+        "a process of the run ended without a word: out of memory, or killed"
     )

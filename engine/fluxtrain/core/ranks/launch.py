@@ -26,14 +26,16 @@ try:
     main()
 except ChildFailedError as error:
     rank, failure = error.get_first_failure()
-    sys.exit(f"torchrun: rank {rank} has ended with exit code {failure.exitcode}")
+    print(f"torchrun: rank {rank} has ended with exit code {failure.exitcode}", file=sys.stderr)
+    sys.exit(failure.exitcode if 1 < failure.exitcode < 9 else 1)  # what ranks say by themselves
 """
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def launch(words: Sequence[str], processes: int, first_process: Callable[[], int | None]) -> int:
-    """Run `python -m fluxtrain WORDS` in so many processes; return torchrun's exit status, or 130
-    or 143 where a signal to this process has ended them at once.
+    """Run `python -m fluxtrain WORDS` in so many processes; return the exit code of the rank that
+    failed first (1 where it was killed), or 130 or 143 where a signal to this process has ended
+    them at once.
 
     Signals go to rank 0, whose process id `first_process` returns (None while it is unknown), since
     it decides for all. Before that, and with a second Ctrl-C, all are killed: a rank that waits for
