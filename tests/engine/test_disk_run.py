@@ -135,6 +135,7 @@ def test_a_block_that_was_read_wrong_once_is_named_at_the_end(
     after(1, lambda: in_training.append(1), monkeypatch)
     config = run_config(model__dtype="bf16", train__steps=3)
     events = run(config, tmp_path / "run", *METHODS["qlora"])
+    assert wrong, "nothing was read after the first step"
     warned = [event.text for event in events if isinstance(event, ev.LogWritten)]
     assert [".packed (1 times)" in text for text in warned if "read wrong" in text] == [True]
     assert sum("no direct reads" in text for text in warned) == 1
