@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from fluxtrain.commands.preview import preview, table
 from fluxtrain.config.schema import load_config
@@ -27,7 +28,6 @@ from fluxtrain.train.checkpoint.recovery import locate
 from fluxtrain.train.loop import TrainingLoop
 from fluxtrain.train.placing import placing
 from fluxtrain.train.run import train
-from tests.engine import conftest
 from tests.engine.test_weights_on_disk import damaged
 
 MakeConfig = Callable[..., Path]
@@ -39,12 +39,19 @@ def small_weights_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(states, "LEAST_PACKED", 1024)
 
 
-@pytest.fixture(autouse=True)
-def more_blocks_than_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights that stay in slots are read once a run."""
-    shape = conftest._llama_shape
-    deeper = {"num_hidden_layers": 5}
-    monkeypatch.setattr(conftest, "_llama_shape", lambda tied: {**shape(tied), **deeper})
+@pytest.fixture
+def model_folder(model_folder: Callable[..., Path]) -> Callable[..., Path]:
+    """The model has more blocks than slots: weights that stay in slots are read once a run."""
+
+    def deeper(family: str) -> Path:
+        folder = model_folder(family)
+        config: Any = AutoConfig.from_pretrained(folder)
+        config.num_hidden_layers = 5
+        torch.manual_seed(7)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        return folder
+
+    return deeper
 
 
 def on_disk(plan: Placement) -> Placement:
