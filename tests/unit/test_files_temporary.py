@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,7 +51,7 @@ def test_each_folder_that_a_variable_moves_is_told_with_it(
     for variable in ("HF_HOME", "HF_HUB_CACHE", "HF_MODULES_CACHE", "TRITON_CACHE_DIR"):
         assert f"set {variable} " in str(moved_by(tmp_path / variable / "one" / "file"))
     assert "set XDG_CACHE_HOME " in str(moved_by(tmp_path / "cache" / "fluxtrain" / "file"))
-    assert "set TMPDIR " in str(moved_by(temporary / "fluxtrain-dry-run-ab12cd_9" / "run"))
+    assert "set TMPDIR " in str(moved_by(temporary / ".fluxtrain-dry-run-ab12cd_9" / "run"))
     for other in (temporary / "run", temporary / "fluxtrain-runs" / "a", tmp_path / "cache" / "it"):
         assert moved_by(other) is None, "a run that a user put there is moved by --run-dir"
 
@@ -79,6 +80,15 @@ def test_a_run_in_the_temporary_folder_is_not_told_to_take_another_run_dir(tempo
             save_folder(lambda _: None, 1 << 60, folder / "demo")
     assert not list(temporary.iterdir())
     assert "--run-dir" in str(storage_error(temporary / "run", FULL))
+
+
+def test_what_a_killed_process_left_goes_with_the_next_folder(temporary: Path) -> None:
+    dies = "import os; from fluxtrain.files.temporary import temporary_folder as t\n"
+    dies += "with t('rank', 'records') as made: (made / 'run').mkdir(); os.kill(os.getpid(), 9)"
+    assert subprocess.run([sys.executable, "-c", dies], check=False).returncode == -9
+    (left,) = temporary.iterdir()
+    with temporary_folder("dry-run", "records") as folder, temporary_folder("rank", "more"):
+        assert not left.exists() and folder.exists()
 
 
 @pytest.mark.parametrize("option", ["--run-dir", "--folder", "--start"])

@@ -8,15 +8,16 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from fluxtrain.errors import BadInput, FluxTrainError, NoSpace, brief, system_error
+from fluxtrain.files.folders import unfinished_folder
 from fluxtrain.units import bytes_text
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 # the names that `tempfile.mkdtemp` makes
-_OURS = re.compile(r"fluxtrain-(trial|base|adapter|dry-run|rank)-[a-z0-9_]{8}")
+_OURS = re.compile(r"\.fluxtrain-(trial|base|adapter|dry-run|rank)-[a-z0-9_]{8}")
 _CACHES = (  # variable, folder below it, folder below the home without it
     ("HF_HUB_CACHE", "", ".cache/huggingface/hub"),
     ("HF_MODULES_CACHE", "", ".cache/huggingface/modules"),
@@ -29,18 +30,18 @@ _CACHES = (  # variable, folder below it, folder below the home without it
 
 @contextmanager
 def temporary_folder(purpose: str, what: str) -> Iterator[Path]:
-    """Make a folder fluxtrain-PURPOSE-... in the temporary directory, and remove it in the end.
+    """Make a folder .fluxtrain-PURPOSE-... in the temporary directory, and remove it in the end;
+    what killed processes left there goes first.
 
     Raises NoSpace or BadInput where it cannot be made; `what` is to be written there.
     """
-    try:
-        made = tempfile.TemporaryDirectory(
-            prefix=f"fluxtrain-{purpose}-", ignore_cleanup_errors=True
-        )
-    except OSError as error:
-        raise temporary_error(error, what) from error
-    with made as name:
-        yield Path(name)
+    with ExitStack() as opened:
+        try:
+            parent, prefix = Path(tempfile.gettempdir()), f".fluxtrain-{purpose}-"
+            made = opened.enter_context(unfinished_folder(parent, prefix))
+        except OSError as error:
+            raise temporary_error(error, what) from error
+        yield made
 
 
 @contextmanager
