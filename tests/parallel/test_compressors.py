@@ -181,6 +181,7 @@ def test_codes_of_any_bits_are_packed_without_loss(bits: int) -> None:
         ("int8", '{"num_bit": 8}', "did you mean num_bits?"),
         ("int8", '{"num_bits": 5}', "num_bits is 5"),
         ("int8", '{"levels": 5}', "has no option"),
+        ("none", '{"block": 128}', "as in comm.compress=int8"),
         ("topk", '{"ratio": 0}', "greater than 0"),
         ("topk", '{"values": {}}', "has no option"),
         ("hybrid", '{"quant": "int8_sum"}', "no compression is named 'int8_sum'"),

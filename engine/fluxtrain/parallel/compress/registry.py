@@ -78,9 +78,11 @@ def _made(kind: type[Any], options: dict[str, Any]) -> Any:
         if option not in known:
             near = get_close_matches(option, [*known, FEEDBACK], n=1, cutoff=0.5)
             meant = f"did you mean {near[0]}? " if near else ""
+            has = f"It has {', '.join([*known, FEEDBACK])}"
+            if not known:  # as where the method was forgotten
+                has = "name the method whose option that is, as in comm.compress=int8"
             raise BadInput(
-                f"comm.config: {kind.name} has no option {brief(option, 40)!r}: {meant}It has "
-                f"{', '.join([*known, FEEDBACK])}"
+                f"comm.config: {kind.name} has no option {brief(option, 40)!r}: {meant}{has}"
             )
     try:
         return TypeAdapter(kind).validate_json(json.dumps(options), strict=True)
