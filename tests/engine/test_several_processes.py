@@ -151,12 +151,18 @@ def test_a_second_start_is_refused_while_the_first_ones_processes_start(
     assert len(starts) == 1 and not folder.exists()
 
 
-@pytest.mark.parametrize(("code", "starts"), [(7, 3), (2, 1), (None, 3)])
+@pytest.mark.parametrize(
+    ("told", "status", "code", "starts"),
+    [(7, 1, 7, 3), (2, 1, 2, 1), (None, 1, 7, 3), (7, 3, 3, 1)],
+    ids=["killed", "refused", "without a word", "another rank has no memory"],
+)
 def test_all_start_again_where_one_died_and_not_where_a_run_is_refused(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    code: int | None,
+    told: int | None,
+    status: int,
+    code: int,
     starts: int,
 ) -> None:
     folder, began = tmp_path / "run", []
@@ -166,18 +172,18 @@ def test_all_start_again_where_one_died_and_not_where_a_run_is_refused(
 
     def launched(*_: object) -> int:
         began.append(1)
-        if code is not None:
-            earlier.emit(Failed(exit_code=code, kind="RankLost", message="rank 1 has ended"))
-        return 1
+        if told is not None:
+            earlier.emit(Failed(exit_code=told, kind="RankLost", message="rank 1 has ended"))
+        return status
 
     monkeypatch.setattr(processes, "launch", launched)
     config = demo_config([*TWO, "parallel.restarts=2"])
     with pytest.raises(typer.Exit) as ended:
         processes.train_in_processes(config, Target(run_dir=RunDir(folder), resumes=True), [])
-    assert (ended.value.exit_code, len(began)) == (code or 7, starts)
+    assert (ended.value.exit_code, len(began)) == (code, starts)
     last = capsys.readouterr().err.splitlines()[-1]
-    assert ("rank 1 has ended" if code else "ended without a word") in last
-    assert (f"--resume {folder}" in last) is (code != 2)
+    assert ("rank 1 has ended" if told else "ended without a word") in last
+    assert (f"--resume {folder}" in last) is (code == 7)
 
 
 @pytest.mark.parametrize(

@@ -179,15 +179,19 @@ def train_in_processes(config: RunConfig, target: Target, words: list[str]) -> N
 
 
 def _end_of(run_dir: RunDir, since_s: float, status: int) -> tuple[int, str]:
-    """Return how the run ended after `since_s`: its exit code, and why where it failed. Without a
-    word of it in the journal the exit `status` of its processes counts."""
+    """Return how the run ended after `since_s`: its exit code, and why where it failed. The exit
+    `status` of its processes counts without a word of it in the journal, and where the first rank
+    says no more than that another one has ended."""
     found = newest_events(run_dir.journal, (Done, Failed)).values()
     end = max((one for one in found if one.t_s >= since_s), key=lambda one: one.t_s, default=None)
+    has_said = EXIT_BUG < status <= EXIT_READ_FAILED
     if isinstance(end, Done | Failed):
-        return end.exit_code, end.message if isinstance(end, Failed) else ""
+        message = end.message if isinstance(end, Failed) else ""
+        left_alone = end.exit_code == EXIT_DEVICE_FAILED
+        return (status if left_alone and has_said else end.exit_code), message
     if not status:
         return EXIT_FINISHED, ""
-    if EXIT_BUG < status <= EXIT_READ_FAILED:
+    if has_said:
         return status, f"a process of the run ended with exit code {status}: why stands above"
     return EXIT_DEVICE_FAILED, (
         "a process of the run ended without a word: out of memory, or killed"
