@@ -16,6 +16,7 @@ from fluxtrain.config.schema import load_config
 from fluxtrain.data.demo import train_tokenizer
 from fluxtrain.events import events as ev
 from fluxtrain.events.journal import read_events
+from fluxtrain.train.checkpoint.checkpoint import read_checkpoint
 from fluxtrain.train.checkpoint.recovery import locate
 from fluxtrain.train.run import train
 from tests.parallel import run_work as work
@@ -117,6 +118,27 @@ def test_a_run_is_resumed_by_the_same_ranks_and_by_one_process(
     settings = load_config(config, same)
     train(settings, locate("auto", tmp_path / "alone", settings))
     assert _losses(tmp_path / "alone") == pytest.approx(_losses(whole), abs=1e-4)
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_the_weights_of_the_best_evaluation_are_saved_from_all_ranks(
+    ranks: Ranks, config: Path, tmp_path: Path, is_damaged: bool
+) -> None:
+    how = ["train.learning_rate=0.5", "train.schedule=constant", "train.evaluate_every=1"]
+    cut = _trained(ranks, config, tmp_path / "cut", "train.steps=3", "train.final_model=best", *how)
+    evaluated = {event.loss: event.step for event in _events(cut, ev.EvaluationFinished)}
+    best = evaluated[min(evaluated)]
+    assert best == 1
+    if is_damaged:
+        shard = max((cut / "checkpoints" / f"step-{best:08d}").glob("*.safetensors"))
+        shard.write_bytes(bytes(shard.stat().st_size))
+    how += ["train.final_model=best", "train.steps=4"]
+    assert ranks.run(work.run, str(config), str(cut), how, "auto") == ["", ""]
+    saved = _weights(cut)
+    of = 4 if is_damaged else best
+    kept = dict(read_checkpoint(cut / "checkpoints" / f"step-{of:08d}").load_shards())
+    for name in ("model.embed_tokens", "lm_head"):
+        assert torch.equal(saved[f"{name}.weight"], kept[name]["weight.weight_bits"])
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from fluxtrain.config.schema import TrainSettings
+from fluxtrain.core.ranks.join import ALONE, Ranks
 from fluxtrain.errors import BadInput, FluxTrainError
 from fluxtrain.events.run_folder import own_files
 from fluxtrain.files.cache import Damaged
+from fluxtrain.train.checkpoint.checkpoint import Checkpoint
 from fluxtrain.train.checkpoint.newest import with_cure
 from fluxtrain.train.checkpoint.run_state import RunState
 from fluxtrain.train.checkpoint.writer import CheckpointWriter
@@ -82,8 +84,10 @@ def choose_final_weights(
     checkpoints: CheckpointWriter,
     engine: TrainingEngine,
     warn: Callable[[str], None],
+    ranks: Ranks = ALONE,
 ) -> int:
     """Load the weights of the best evaluation where these are wanted; return the step they are of.
+    Where each of several `ranks` has a part of the weights, all load what the first one finds.
 
     The run has made its last step. The last weights stay, with a warning that says why, where the
     best checkpoint is gone or damaged. Raises Damaged where that shows while its weights are loaded
@@ -91,24 +95,40 @@ def choose_final_weights(
     """
     if wanted == "last" or state.best_step in (None, state.step):
         return state.step
-    why = "its checkpoint is not there"
-    try:
-        found = checkpoints.best(state)
-    except Damaged as damage:
-        found, why = None, str(damage)
-    try:
-        if found is not None:
-            checkpoints.load_weights(found, engine)
-            engine.flush()
+    found, why = _best(state, checkpoints) if ranks.is_first else (None, "")
+    found, why, last = ranks.of_first((found, why, checkpoints.last))
+    if found is not None:
+        damage = _load_on_all(found, checkpoints, engine, ranks)
+        if damage is None:
             return found.step
-    except Damaged as damage:  # some weights may be the best's already
-        found, why = checkpoints.last, str(damage)
-        if found is None or found.step != state.step:
+        if last is None or last.step != state.step:  # some weights may be the best's already
             raise with_cure(damage) from None
-        checkpoints.load_weights(found, engine)
-        engine.flush()
+        why, damage = str(damage), _load_on_all(last, checkpoints, engine, ranks)
+        if damage is not None:
+            raise damage
     warn(
         f"the best evaluation was {state.best_loss:.4f} at step {state.best_step}, and {why}: "
         f"the model is saved with the weights of step {state.step}, the last"
     )
     return state.step
+
+
+def _best(state: RunState, checkpoints: CheckpointWriter) -> tuple[Checkpoint | None, str]:
+    """Return the checkpoint of the best evaluation; None where there is none, and why."""
+    try:
+        return checkpoints.best(state), "its checkpoint is not there"
+    except Damaged as damage:
+        return None, str(damage)
+
+
+def _load_on_all(
+    found: Checkpoint, checkpoints: CheckpointWriter, engine: TrainingEngine, ranks: Ranks
+) -> Damaged | None:
+    """Load the weights of a checkpoint; return what the first rank that could not says."""
+    own = None
+    try:
+        checkpoints.load_weights(found, engine)
+        engine.flush()
+    except Damaged as damage:
+        own = damage
+    return next((one for one in ranks.gather(own) if one is not None), None)

@@ -163,8 +163,9 @@ class ShardedRun(Run):
         self._end_profile()
         session, wanted = self._session, self._config.train.final_model
         session.model_step = final_model.choose_final_weights(
-            wanted, session.state, self.checkpoints, self.engine, session.announcer.warn
-        )
+            wanted, session.state, self.checkpoints, self.engine, session.announcer.warn,
+            session.ranks,
+        )  # fmt: skip
         self._report()
         gathered_on_first(self.engine)
 
