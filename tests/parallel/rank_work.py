@@ -68,14 +68,18 @@ def id_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def work_bytes_of_a_number(name: str, gathers: bool = False) -> float:
-    """Return the bytes at the peak of an exchange, for each number of it."""
+def work_bytes_of_a_number(name: str, how: str = "scatter_sum") -> float:
+    """Return the bytes at the peak of an exchange, for each number of it besides what is given."""
     exchange, count = exchange_of(name), 1 << 16
+    ranks = distributed.get_world_size()
+    given = 1e-3 * torch.randn(count // ranks if how == "gather" else count)
     with _Peak() as seen:
-        if gathers:
-            exchange.gather(torch.randn(count // 2))
+        if how == "scatter_sum":
+            exchange.scatter_sum(given.view(ranks, -1), "rows")
+        elif how == "gather_sum":
+            exchange.gather_sum(given, "rows")
         else:
-            exchange.scatter_sum(1e-3 * torch.randn(2, count // 2), "rows")
+            exchange.gather(given)
     return seen.peak_bytes / count
 
 

@@ -51,11 +51,12 @@ class Compressor:
 
     def decode_sum(self, sent: Columns, count: int, agreed: float = 0.0) -> Tensor:
         """Decode rows, one a rank, to their sum (`count`,) in fp32, from the first to the last, so
-        that every rank gets the same bits."""
-        rows = self.decode(sent, count, agreed)
-        total = rows[0].clone()
-        for row in rows[1:]:
-            total += row
+        that every rank gets the same bits. One at a time: between replicas each is as long as all
+        gradients that are summed."""
+        first, *others = zip(*(one.split(1) for one in sent), strict=True)
+        total = self.decode(first, count, agreed)[0].clone()
+        for row in others:
+            total += self.decode(row, count, agreed)[0]
         return total
 
     def kept(self, count: int, agreed: float = 0.0) -> int:

@@ -251,7 +251,7 @@ class SignSgd(Compressor):
 
     def decode_sum(self, sent: Columns, count: int, agreed: float = 0.0) -> Tensor:
         """Return the majority's sign for each rank, and 0 where there is none."""
-        return self.decode(sent, count).sum(0).sign() * sent[0].shape[0]
+        return super().decode_sum(sent, count, agreed).sign() * sent[0].shape[0]
 
     def refuses_feedback(self) -> str:
         """Refuse: signs have no scale."""

@@ -160,7 +160,7 @@ class Sketch(Compressor):
     """Count sketches, which add up; the largest values of the sum are estimated from them."""
 
     name: ClassVar[str] = "sketch"
-    work_bytes = 55
+    work_bytes = 96
     source: ClassVar[str] = "FetchSGD, arXiv 2007.07682 (count sketch, one round)"
     tables: Annotated[int, Field(ge=1, le=15)] = 3
     ratio: Ratio = 0.25  # cells of all tables to values
