@@ -68,19 +68,26 @@ def id_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def work_bytes_of_a_number(name: str, how: str = "scatter_sum") -> float:
-    """Return the bytes at the peak of an exchange, for each number of it besides what is given."""
-    exchange, count = exchange_of(name), 1 << 16
+def work_bytes_of_a_number(name: str, how: str, **options: Any) -> float:
+    """Return the bytes at the peak of an exchange, for each number of it besides what is given;
+    with error feedback of two, of which the first makes the residuals."""
+    exchange, count = exchange_of(name, **options), 1 << 16
     ranks = distributed.get_world_size()
     given = 1e-3 * torch.randn(count // ranks if how == "gather" else count)
     with _Peak() as seen:
-        if how == "scatter_sum":
-            exchange.scatter_sum(given.view(ranks, -1), "rows")
-        elif how == "gather_sum":
-            exchange.gather_sum(given, "rows")
-        else:
-            exchange.gather(given)
+        for _ in range(1 + bool(options)):
+            if how == "scatter_sum":
+                exchange.scatter_sum(given.view(ranks, -1), "rows")
+            elif how == "gather_sum":
+                exchange.gather_sum(given, "rows")
+            else:
+                exchange.gather(given)
     return seen.peak_bytes / count
+
+
+def work_bytes_with_feedback(name: str, how: str) -> float:
+    """Return what `work_bytes_of_a_number` does, with residuals."""
+    return work_bytes_of_a_number(name, how, error_feedback=True)
 
 
 def world() -> distributed.ProcessGroup:

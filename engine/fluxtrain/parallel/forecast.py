@@ -34,7 +34,7 @@ class Sharding:
     local_ranks: int  # on this machine
     reduce_bytes: int = FP32_BYTES  # of a gradient on its way to the sum
     gather_bytes: int | None = None  # of a weight on its way to the ranks; None: as it computes
-    work_bytes: int = 0  # of a gradient while it is encoded and decoded; 0: torch sums
+    work_bytes: int = 0  # of a compressor; 0: torch sums
     keeps_losses: bool = False  # what encoding loses is kept until the next step
 
     @property
@@ -48,6 +48,13 @@ class Sharding:
         """Return into how many parts gradients are cut when they are encoded: those of all shards
         are sent whole; between replicas a rank sends what it holds."""
         return self.shards if self.shards < self.ranks else 1
+
+    @property
+    def encoded_bytes(self) -> int:
+        """Return the bytes of a gradient while it is encoded and decoded; between replicas a rank
+        receives about a byte of it from each."""
+        replicas = self.ranks // self.shards if self.shards < self.ranks else 0
+        return self.work_bytes + replicas if self.work_bytes else 0
 
     @property
     def keeps(self) -> bool:
@@ -137,7 +144,7 @@ def rank_bytes(facts: ModelFacts, sharding: Sharding, rows: int) -> RankBytes:
         states=2 * FP32_BYTES * trained // shards,
         activations=activations,
         gathered=(sum(whole) if sharding.keeps else 2 * max(whole, default=0)) + outside + decoded,
-        staging=at_once * (compute + FP32_BYTES) + at_once * sharding.work_bytes // apart,
+        staging=at_once * (compute + FP32_BYTES) + at_once * sharding.encoded_bytes // apart,
         residuals=FP32_BYTES * trained // apart if sharding.keeps_losses else 0,
     )
 

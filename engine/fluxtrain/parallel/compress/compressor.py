@@ -28,7 +28,7 @@ class Compressor:
     bias: ClassVar[Bias] = "biased"  # of a decoded value, over many draws
     extra_collectives: ClassVar[int] = 0  # for each exchange, besides the one of the bytes
     index_columns: ClassVar[int] = 0  # the first so many say where values belong
-    work_bytes: ClassVar[int] = 20  # of a number, at the peak of an exchange, or less
+    work_bytes: ClassVar[int] = 14  # of a number, at the peak of an exchange, or less
 
     def for_ranks(self, ranks: int) -> Self:
         """Return what sums over so many ranks. Raises BadInput where that is impossible."""

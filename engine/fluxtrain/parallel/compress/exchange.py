@@ -96,8 +96,10 @@ class Exchange:
         What is lost is kept by `key`, and added to the next values of it; or `residual` is.
         """
         rows, count = values.unsqueeze(0), values.numel()
-        kept = self._residual(key, rows) if residual is None else residual.unsqueeze(0)
-        columns, agreed = self._encoded(rows, kept, key)
+        lost = None if residual is None else residual.unsqueeze(0)
+        columns, agreed = self._encoded(
+            rows, self._residual(key, rows) if lost is None else lost, key
+        )  # not held on to: what it is replaced by is as large
         self._count(count * 2 * (self._ranks - 1) // self._ranks, count, columns, agreed)  # a ring
         return self._decoded_sum(self._gathered(columns), count, agreed)
 

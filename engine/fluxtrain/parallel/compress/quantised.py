@@ -84,7 +84,7 @@ class _Scaled(Compressor):
         raise NotImplementedError
 
     def _codes(self, scaled: Tensor, draws: torch.Generator) -> Tensor:
-        """Return the codes, uint8, of values divided by their scales."""
+        """Return the codes, uint8, of values divided by their scales, which are written over."""
         raise NotImplementedError
 
     def _values(self, codes: Tensor) -> Tensor:
@@ -98,6 +98,7 @@ class _Scaled(Compressor):
         blocks = in_blocks(rows, self.block)
         scales = blocks.abs().amax(-1, keepdim=True) / self._top()
         scaled = blocks / torch.where(scales > 0, scales, 1.0)
+        del blocks
         codes = self._codes(scaled, draws).flatten(1)[:, : rows.shape[1]]
         return pack(codes, self.num_bits), scales
 
@@ -106,8 +107,9 @@ class _Scaled(Compressor):
         if self._has_kernel(sent[0]):
             codes, scales = sent
             return triton_codes.decode(codes, scales, self.block, self._top(), floats=self._floats)
-        codes = unpack(sent[0], self.num_bits, count)
-        return (in_blocks(self._values(codes), self.block) * sent[1]).flatten(1)[:, :count]
+        values = in_blocks(self._values(unpack(sent[0], self.num_bits, count)), self.block)
+        values *= sent[1]
+        return values.flatten(1)[:, :count]
 
 
 class _Levels(_Scaled):
@@ -117,7 +119,7 @@ class _Levels(_Scaled):
         return int(2 ** (self.num_bits - 1) - 1)
 
     def _values(self, codes: Tensor) -> Tensor:
-        return codes.float() - self._top()
+        return codes.float().sub_(self._top())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +132,7 @@ class Int8(_Levels):
     _floats: ClassVar[bool] = False
 
     def _codes(self, scaled: Tensor, draws: torch.Generator) -> Tensor:
-        return (scaled.round() + self._top()).to(torch.uint8)
+        return scaled.round_().add_(self._top()).to(torch.uint8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +165,8 @@ class Qsgd(_Levels):
 
     def _codes(self, scaled: Tensor, draws: torch.Generator) -> Tensor:
         top = self._top()
-        return ((scaled + drawn(scaled, draws)).floor().clamp(-top, top) + top).to(torch.uint8)
+        drawn_up = scaled.add_(drawn(scaled, draws)).floor_()
+        return drawn_up.clamp_(-top, top).add_(top).to(torch.uint8)
 
     def refuses_feedback(self) -> str:
         """Refuse where the error may be larger than the value: block / (4 levels^2) of its
