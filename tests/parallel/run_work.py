@@ -16,8 +16,10 @@ from fluxtrain.commands.dry_run import dry_run
 from fluxtrain.config.schema import load_config
 from fluxtrain.errors import FluxTrainError
 from fluxtrain.events.answers.answers import DryRunAnswer
+from fluxtrain.train import sharded_run
 from fluxtrain.train.checkpoint.recovery import locate, truly_told
 from fluxtrain.train.loop import TrainingLoop
+from fluxtrain.train.placing.sharded import plan_sharded
 from fluxtrain.train.ranks import train_as_rank
 
 
@@ -44,6 +46,18 @@ def run_without_memory(config: str, run_dir: str) -> str:
     error = torch.OutOfMemoryError("CUDA out of memory")
     with patch.object(TrainingLoop, "_compute", side_effect=error):
         return run(config, run_dir, [])
+
+
+def run_with_less_room_on_the_last(config: str, run_dir: str) -> str:
+    """Train with automatic rows, of which one fits the card of the last rank."""
+    is_last = distributed.get_rank() == distributed.get_world_size() - 1
+
+    def plan(*given: Any) -> Any:
+        *before, rows, data_rows, constants = given
+        return plan_sharded(*before, 1 if is_last else rows, data_rows, constants)
+
+    with patch.object(sharded_run, "plan_sharded", plan):
+        return run(config, run_dir, ["train.batch_rows=auto"])
 
 
 def tried(config: str) -> DryRunAnswer | None:

@@ -231,6 +231,17 @@ def test_cures_of_a_lack_of_memory_are_settings_of_sharded_models(
         assert "placement." not in told
 
 
+def test_the_rank_with_the_least_room_decides_on_automatic_rows(
+    ranks: Ranks, config: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    assert ranks.run(work.run_with_less_room_on_the_last, str(config), str(run_dir)) == ["", ""]
+    (plan,) = _events(run_dir, ev.Planned)
+    assert plan.batch_rows == 2
+    (rows,) = [choice for choice in plan.choices if choice.name == "train.batch_rows"]
+    assert (rows.value, rows.because) == ("2", "no more fit the rank with the least free memory")
+
+
 def test_a_rank_that_is_configured_otherwise_is_refused(
     ranks: Ranks, config: Path, tmp_path: Path
 ) -> None:

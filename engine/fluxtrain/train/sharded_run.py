@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 from torch import distributed, nn
 
 from fluxtrain.config.schema import RunConfig
-from fluxtrain.events.events import StepFinished
+from fluxtrain.events.events import ChoiceMade, StepFinished
 from fluxtrain.measure.measured_constants import Constants
 from fluxtrain.methods.engine import ENGINE
 from fluxtrain.methods.method import method_of
@@ -63,17 +65,20 @@ class ShardedRun(Run):
         """Plan one rank: a shard of all is on its card; on a GPU a block is timed."""
         config, task, ranks = self._config, self._inputs.task, self._session.ranks
         facts = model_facts_for(config, self._inputs.loaded.model)
-        constants = Constants(per_s={}, source=NOT_TIMED)
+        measured = Constants(per_s={}, source=NOT_TIMED)
         if device == "cuda":
             self._session.announcer.phase("loading", "timing one block")
             timed = machine, device, rows
-            constants = calibrated(config, facts, self._inputs.loaded, task, timed)
-            facts = constants.applied(facts)
+            measured = calibrated(config, facts, self._inputs.loaded, task, timed)
+            facts = measured.applied(facts)
         data_rows = task.rows("trained") // (config.train.accumulation * ranks.world)
-        placement, constants = plan_sharded(
-            config, facts, machine, device, sharding_of(config, ranks.world, ranks.local_world),
-            rows, max(1, data_rows), constants,
-        )  # fmt: skip
+        sharding = sharding_of(config, ranks.world, ranks.local_world)
+        plan = partial(plan_sharded, config, facts, machine, device, sharding)
+        placement, constants = plan(rows, max(1, data_rows), measured)
+        least = -ranks.most([-placement.batch_rows])[0]
+        if least < placement.batch_rows:
+            placement, constants = plan(least, max(1, data_rows), measured)
+            placement = replace(placement, choices=tuple(map(_least_rows, placement.choices)))
         capacity = within_host(capacity_of(machine, device), config)
         copied, disk = Copied(), self.files(self._session)
         available = capacity.host_available_bytes
@@ -201,6 +206,13 @@ class ShardedRun(Run):
         )
         if session.ranks.is_first:
             append(session.run_dir.path, line)
+
+
+def _least_rows(choice: ChoiceMade) -> ChoiceMade:
+    """Say of automatic rows why they are fewer than this rank has room for."""
+    because = "no more fit the rank with the least free memory"
+    is_rows = choice.name == "train.batch_rows"
+    return msgspec.structs.replace(choice, because=because) if is_rows else choice
 
 
 class NoChanges:
