@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import fluxtrain
 from fluxtrain.core.device import disk, spill
 from fluxtrain.core.device.arena import HostArena
-from fluxtrain.core.memory.states_on_disk import OnDisk
+from fluxtrain.core.memory.states_on_disk import OnDisk, PieceFile
 from fluxtrain.core.optimizer import optimizer_state
 from fluxtrain.core.wrap.engine import Engine, engine_of
 from fluxtrain.core.wrap.grouping import facts_of
@@ -34,7 +34,7 @@ from fluxtrain.plan.states import StateFormat
 from fluxtrain.train.checkpoint.checkpoint import read_checkpoint, write_checkpoint
 from fluxtrain.train.live.apply_placement import apply_placement
 from tests.packed_models import adapted, llama
-from tests.placements import placement_of
+from tests.placements import placement_of, planned_reads
 
 RECORD_BYTES = 64 << 10  # a matrix of the model takes more than one
 LEAST = 100
@@ -206,6 +206,27 @@ def test_adapters_are_trained_with_their_states_on_disk(tmp_path: Path) -> None:
     losses = [train(model, adamw(model), range(3)) for model in models]
     assert losses[0] == losses[1]
     assert_same(*map(shards, models))
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+def test_trained_weights_are_read_as_often_as_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passes: int
+) -> None:
+    read_block, read = PieceFile.read, list[int]()
+
+    def counted(file: PieceFile, number: int, into: Tensor) -> None:
+        read.append(min(disk.BLOCK_BYTES, file.size_bytes - number * disk.BLOCK_BYTES))
+        read_block(file, number, into)
+
+    monkeypatch.setattr(PieceFile, "read", counted)
+    model = wrapped(tmp_path, also=("weights",), slots=3)
+    optimizer, engine = adamw(model), on_disk(model)
+    for step in range(4):
+        read.clear()
+        train(model, optimizer, range(step, step + 1), passes)
+        engine.flush()
+    engine.cards[0].window.drain()
+    assert sum(read) == planned_reads(engine.plan, facts_of(llama(64), "fp32"), passes) > 0
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from fluxtrain.plan.placement import Placement
 from fluxtrain.plan.request import ParallelRequest, RunRequest
 from fluxtrain.plan.states import StorageFormat
 from tests.packed_models import LEAST, adapted, llama, trained
-from tests.placements import placement_of
+from tests.placements import placement_of, planned_reads
 
 KEY = "0" * 32
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -149,6 +149,7 @@ def test_what_is_in_a_slot_is_not_read_again_by_the_next_pass(tmp_path: Path) ->
         read.append(engine.traffic().disk_read_bytes - before)
     file_bytes = max(file.size_bytes for _, file in on_disk(engine)[0].memory.files)
     assert read[2:] == [2 * (blocks - slots) * file_bytes] * 2
+    assert planned_reads(engine.plan, facts_of(adapted(llama()), "fp32", "nf4")) == read[-1]
 
 
 def test_two_cards_read_their_blocks_from_disk(tmp_path: Path) -> None:

@@ -94,15 +94,15 @@ def test_the_bytes_are_those_of_memory_less_the_files_and_with_the_ring() -> Non
     assert there[:3] == resident, "blocks that are read once a run go first"
 
 
-def test_a_step_reads_each_streamed_block_twice_and_takes_as_long_as_that() -> None:
+def test_a_step_reads_streamed_blocks_twice_but_for_slots_and_takes_as_long_as_that() -> None:
     layout = Layout(offload="weights", batch_rows=2, chunk_rows=1, slots=3)
     times = [step_time(model(), replace(layout, disk_groups=n), RATES) for n in (0, 20, 40)]
-    assert [round(t.parts_s["disk_read"], 2) for t in times] == [
-        round(2 * n * PACKED / 2e9, 2) for n in (0, 20, 40)
-    ]
+    assert times[0].parts_s["disk_read"] == 0 < times[1].parts_s["disk_read"]
+    # what is in a slot where the pass turns, at the loss and at the step, is not read again
+    assert times[2].parts_s["disk_read"] == pytest.approx(2 * (40 - 3) * PACKED / 2e9)
+    assert times[2].busy_s["disk"] == pytest.approx(times[2].parts_s["disk_read"])
     assert times[0].step_s < times[1].step_s < times[2].step_s
-    # a block that is in a slot since the forward pass is not read again
-    assert 2 * 38 * PACKED / 2e9 <= times[2].step_s <= 1.1 * times[2].parts_s["disk_read"]
+    assert times[2].busy_s["disk"] <= times[2].step_s <= 1.1 * times[2].busy_s["disk"]
     assert "disk" in times[2].binds
     unknown = replace(RATES, disk_bytes_per_s=None)
     assert step_time(model(), replace(layout, disk_groups=20), unknown).step_s == times[0].step_s

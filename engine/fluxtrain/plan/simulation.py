@@ -270,8 +270,8 @@ class _Clocks:
         self.lanes_busy_s[at] += seconds
         return ready_s + shared * seconds
 
-    def _upload(self, at: int, seconds: float, after_s: float) -> float:
-        """Upload weights once they are updated, requested, and have a slot."""
+    def _upload(self, at: int, seconds: float, after_s: float, read_s: float = 0.0) -> float:
+        """Upload weights once they are updated, requested, and have a slot; read_s: from disk."""
         if not seconds:
             return after_s
         group = self.groups[at]
@@ -283,10 +283,10 @@ class _Clocks:
                 asked_s = max(asked_s, uses[-ahead].begin_s)
             if len(uses) >= slots:
                 asked_s = max(asked_s, uses[-slots].end_s)
-        if not group.read_s:
+        if not read_s:
             return self._copy(0, group.card, asked_s, seconds)
-        self.disk_s = max(self.disk_s, asked_s) + group.read_s  # blocks cross the bus as they come
-        self.disk_busy_s += group.read_s
+        self.disk_s = max(self.disk_s, asked_s) + read_s  # blocks cross the bus as they come
+        self.disk_busy_s += read_s
         return max(self.disk_s, self._copy(0, group.card, asked_s, seconds))
 
     # -- passes ------------------------------------------------------------------------------------
@@ -354,13 +354,14 @@ class _Clocks:
     def _weights(self, at: int, group: GroupWork, backward: bool, number: int) -> float:
         """Return when a block's weights, and in the backward pass its offloaded inputs, are on the
         card."""
+        read_s = group.read_s and self.work.read_s(at, backward=backward, number=number)
         if not backward:
             first = number == 0
             seconds = group.up_forward_s if first or group.streams else 0.0
-            return self._upload(at, seconds, self.updated_s[at] if first else 0.0)
+            return self._upload(at, seconds, self.updated_s[at] if first else 0.0, read_s)
         sums_s = group.up_sums_s[number - 1] if number and group.up_sums_s else 0.0
         is_there = group.streams and self._last_streamed[group.card] == at  # since its forward
-        return self._upload(at, sums_s + (0.0 if is_there else group.up_backward_s), 0.0)
+        return self._upload(at, sums_s + (0.0 if is_there else group.up_backward_s), 0.0, read_s)
 
     def _download(self, at: int, group: GroupWork, ready_s: float, number: int) -> None:
         """Download the gradients of a group once its moments are done."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from fluxtrain.plan.calibration import Calibration, Line, chunked
@@ -54,7 +55,8 @@ class GroupWork:
     up_backward_s: float = 0.0  # its weights and the inputs that waited on the host
     up_sums_s: tuple[float, ...] = ()  # gradients of earlier passes, for each further pass
     up_head_s: float = 0.0  # of a tied embedding that is looked up by rows, for the head
-    read_s: float = 0.0  # its frozen weights from disk, each time that they are uploaded
+    read_s: float = 0.0  # its weights from disk, each time that they are uploaded
+    reads_trained: bool = False  # which are trained there; else frozen
     streams: bool = False  # through slots that the streamed blocks of the card share
     down_input_s: float = 0.0  # inputs that wait on the host
     down_s: tuple[float, ...] = (0.0,)  # gradients, of each pass
@@ -114,6 +116,26 @@ class StepWork:
         """Return the number of cards that compute."""
         return len(self.slots)
 
+    @cached_property
+    def _in_slots(self) -> tuple[frozenset[int], frozenset[int]]:
+        """Return the blocks whose weights are still in slots where a forward pass begins, and where
+        a backward pass does: the last ones of the pass before."""
+        first, last = list[int](), list[int]()
+        for card, slots in enumerate(self.slots):
+            streamed = [at for at, g in enumerate(self.groups) if g.streams and g.card == card]
+            first += streamed[:slots]
+            last += streamed[-slots:]
+        return frozenset(first), frozenset(last)
+
+    def read_s(self, at: int, *, backward: bool, number: int) -> float:
+        """Return the seconds in which a block's weights on disk are read for a pass. The step has
+        changed trained ones before its pass 0."""
+        group, is_step = self.groups[at], not (backward or number)
+        if not group.streams:
+            return group.read_s * is_step
+        is_there = at in self._in_slots[backward] and not (is_step and group.reads_trained)
+        return group.read_s * (not is_there)
+
     def parts_s(self) -> dict[str, float]:
         """Return the seconds of a step by kind of work, overlapping or not."""
         blocks = [group for group in self.groups if group.kind == "block"]
@@ -130,7 +152,12 @@ class StepWork:
             ),
             "upload_backward": sum(self.head_sums_up_s)
             + sum(passes * group.up_backward_s + sum(group.up_sums_s) for group in self.groups),
-            "disk_read": sum(2 * passes * group.read_s for group in self.groups),
+            "disk_read": sum(
+                self.read_s(at, backward=backward, number=number)
+                for at in range(len(self.groups))
+                for number in range(passes)
+                for backward in (False, True)
+            ),
             "disk_states": sum(group.states_s for group in self.groups),
             "download": sum(passes * g.down_input_s + sum(g.down_s) for g in self.groups),
             "host_update": sum(group.update_s for group in self.groups),
@@ -390,6 +417,7 @@ class _Share:
             up_backward_s=(uneven * group.weight_bytes * streams + input_bytes)
             / self.rates.up_both,
             read_s=self._read_s(group, row) * (streams or not group.file_bytes),
+            reads_trained=not group.file_bytes,
             streams=streams,
             down_input_s=input_bytes / self.rates.down,
             **gradients,
