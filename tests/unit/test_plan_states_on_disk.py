@@ -21,7 +21,7 @@ from fluxtrain.plan.guard import UNKNOWN_DISK, DiskNeed, refuse_disk, refuse_spi
 from fluxtrain.plan.placement import Placement
 from fluxtrain.plan.rates import CardsRates, Rates
 from fluxtrain.plan.request import ParallelRequest, RunRequest
-from fluxtrain.plan.search import HOST_SHARE
+from fluxtrain.plan.search import HOST_SHARE, Search
 from fluxtrain.plan.simulation import step_time
 from fluxtrain.units import GIB, MIB, count_text
 
@@ -80,6 +80,25 @@ def test_the_fewest_groups_with_which_the_host_suffices(host_gib: float, timed: 
     for row in plan.groups:
         assert row.weights != "disk" and row.gradients != "disk"
         assert row.state != "disk" or row.weights == row.gradients == "host"
+
+
+@pytest.mark.parametrize("millions", [0.5, 5, 50])
+def test_a_host_that_is_too_small_even_so_is_told_the_least_that_suffices(millions: float) -> None:
+    """Buffers for weights from disk take more than small blocks leave."""
+    count = int(1e6 * millions)
+    groups = [
+        replace(g, weight_bytes=2 * count, trained_bf16=count) for g in model(layers=6).groups
+    ]
+    request = RunRequest(offload="max", batch_rows=1, chunk_rows=1, disk="on")
+    room = Capacity(device_free_bytes=16 * GIB, host_available_bytes=1)
+    search = Search(replace(model(), groups=tuple(groups)), room, request, spill=SPILL)
+    least = search.need(search.nearest()).host_bytes
+
+    def fits(host_bytes: int) -> bool:
+        here = replace(room, host_available_bytes=host_bytes)
+        return replace(search, capacity=here).find() is not None
+
+    assert fits(least) and not fits(least - 1)
 
 
 def test_the_bytes_are_those_of_memory_less_the_states_and_with_four_buffers() -> None:

@@ -110,9 +110,9 @@ class Search:
     def settled(self, layout: Layout) -> Layout:
         """Return `layout` with the frozen weights of the fewest blocks on disk, so that the host
         suffices, then the optimizer states of the fewest groups where that was asked for, then
-        the gradients and at last the weights of the fewest blocks among them; all of a kind where
-        it does not even so. A byte freed costs two passes of the disk a step, one of weights four,
-        so there is nothing to weigh."""
+        the gradients and at last the weights of the fewest blocks among them; where it does not
+        even so, with what leaves the least on the host, as buffers take some, too. A byte freed
+        costs two passes of the disk a step, one of weights four, so there is nothing to weigh."""
         return self._settled(layout)[0]
 
     def _settled(self, layout: Layout) -> tuple[Layout, Footprint]:
@@ -122,36 +122,36 @@ class Search:
         return found
 
     def _settled_anew(self, layout: Layout) -> tuple[Layout, Footprint]:
-        limit, has_gpu = self.limits.host_bytes, self.capacity.has_gpu
+        limit = self.limits.host_bytes
         nothing: dict[str, Any] = dict.fromkeys(DISK_COUNTS, 0)
         if any(getattr(layout, name) for name in nothing):
             layout = replace(layout, **nothing)
-        need = footprint(self.facts, layout, has_gpu=has_gpu)
+        found = [(layout, footprint(self.facts, layout, has_gpu=self.capacity.has_gpu))]
         if limit is None:
-            return layout, need
-        if need.host_bytes > limit and self.disk is not None and not self.disk.unusable:
-            sizes = [group.file_bytes for group in may_live_on_disk(self.facts, layout)]
-            count = _fewest(sizes, need.host_bytes - limit + DISK_RING_BYTES)
-            layout = replace(layout, disk_groups=count)
-            need = footprint(self.facts, layout, has_gpu=has_gpu)
-        if need.host_bytes > limit and self.spills:
-            groups = may_be_spilled(self.facts, layout)
+            return found[0]
+
+        def lacks() -> int:
+            return max(0, found[-1][1].host_bytes - limit)
+
+        def send(count: str, sizes: Sequence[int], buffer_bytes: int) -> None:
+            """Send so many of the first sizes to disk that the host suffices."""
+            sent: dict[str, Any] = {count: _fewest(sizes, lacks() + buffer_bytes)}
+            there = replace(found[-1][0], **sent)
+            found.append((there, footprint(self.facts, there, has_gpu=self.capacity.has_gpu)))
+
+        if lacks() and self.disk is not None and not self.disk.unusable:
+            may = may_live_on_disk(self.facts, layout)
+            send("disk_groups", [group.file_bytes for group in may], DISK_RING_BYTES)
+        if lacks() and self.spills:
+            groups, blocks = may_be_spilled(self.facts, layout), may_follow(self.facts, layout)
             beside = spill_buffer_bytes(groups)
-            sizes = [group.state_bytes for group in groups]
-            layout = replace(layout, disk_states=_fewest(sizes, need.host_bytes - limit + beside))
-            need = footprint(self.facts, layout, has_gpu=has_gpu)
-            blocks = may_follow(self.facts, layout)
-            if need.host_bytes > limit and not (layout.optimizer_in_backward or layout.accumulates):
+            send("disk_states", [group.state_bytes for group in groups], beside)
+            if lacks() and not (layout.optimizer_in_backward or layout.accumulates):
                 sizes = [group.rounded_bytes for group in blocks]
-                over = need.host_bytes - limit + gradient_ring_bytes(blocks)
-                layout = replace(layout, disk_gradients=_fewest(sizes, over))
-                need = footprint(self.facts, layout, has_gpu=has_gpu)
-            if need.host_bytes > limit:
-                sizes = [group.weight_bytes for group in blocks]
-                over = need.host_bytes - limit + DISK_RING_BYTES
-                layout = replace(layout, disk_weights=_fewest(sizes, over))
-                need = footprint(self.facts, layout, has_gpu=has_gpu)
-        return layout, need
+                send("disk_gradients", sizes, gradient_ring_bytes(blocks))
+            if lacks():
+                send("disk_weights", [group.weight_bytes for group in blocks], DISK_RING_BYTES)
+        return min(found, key=lambda one: one[1].host_bytes) if lacks() else found[-1]
 
     @property
     def spills(self) -> bool:
