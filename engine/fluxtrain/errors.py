@@ -102,6 +102,11 @@ class NoSpace(FluxTrainError, OSError):
     exit_code = EXIT_NO_SPACE
 
 
+class ScratchLost(NoSpace):
+    """The disk of optimizer states is full: room there later does not bring back what was to be
+    written."""
+
+
 class Disagrees(FluxTrainError):
     """An exported model does not compute what was trained."""
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fluxtrain.errors import NoSpace
+from fluxtrain.errors import NoSpace, ScratchLost
 from fluxtrain.events import events as ev
 from fluxtrain.events.emitter import Announcer, Emitter
 from fluxtrain.events.journal import JournalWriter, read_events
@@ -75,6 +75,17 @@ def test_after_its_time_the_last_refusal_is_raised_with_code_5() -> None:
         wait.until_written(disk.write)
     assert raised.value.exit_code == 5 and clock.now_s == 600.0
     assert disk.tries < 60, "a checkpoint is not written anew every second"
+
+
+def test_lost_optimizer_states_are_not_waited_for() -> None:
+    wait, clock, _ = waiting(600.0)
+
+    def write() -> None:
+        raise ScratchLost("optimizer states cannot be written") from FULL
+
+    with pytest.raises(ScratchLost, match="cannot be written$") as raised:
+        wait.until_written(write)
+    assert raised.value.exit_code == 5 and clock.now_s == 0.0
 
 
 def test_an_event_that_the_journal_refused_is_in_it_once_after_the_wait(

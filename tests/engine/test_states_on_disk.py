@@ -23,7 +23,7 @@ from fluxtrain.core.optimizer import optimizer_state
 from fluxtrain.core.wrap.engine import Engine, engine_of
 from fluxtrain.core.wrap.grouping import facts_of
 from fluxtrain.core.wrap.wrap import wrap_placed
-from fluxtrain.errors import BadInput, DoesNotFit, MisusedModel, NoSpace, ReadFailed
+from fluxtrain.errors import BadInput, DoesNotFit, MisusedModel, NoSpace, ReadFailed, ScratchLost
 from fluxtrain.plan import states as state_formats
 from fluxtrain.plan.capacity import CardCapacity, CardsCapacity
 from fluxtrain.plan.choose import place
@@ -404,9 +404,16 @@ def test_a_flipped_bit_is_read_again_and_then_ends_the_training(
         shards(model)
 
 
-@pytest.mark.parametrize("way", ["preadv", "pwritev"])
+@pytest.mark.parametrize(
+    ("way", "code", "kind"),
+    [
+        ("preadv", errno.EIO, ReadFailed),
+        ("pwritev", errno.EIO, ReadFailed),
+        ("pwritev", errno.ENOSPC, ScratchLost),  # where each write takes new room
+    ],
+)
 def test_errors_of_the_disk_end_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, code: int, kind: type[Exception]
 ) -> None:
     model = wrapped(tmp_path)
     optimizer = adamw(model)
@@ -414,14 +421,14 @@ def test_errors_of_the_disk_end_the_training(
     shards(model)  # nothing is written any more
 
     def fails(*_: Any) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
+        raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, way, fails)
-    with pytest.raises(ReadFailed, match=r"Input/output error.*--resume auto"):
+    with pytest.raises(kind, match=rf"{os.strerror(code)}.*--resume auto"):
         train(model, optimizer, range(1, 3))
         engine_of(model).flush()
     monkeypatch.undo()
-    with pytest.raises(ReadFailed):
+    with pytest.raises(kind):
         shards(model)
 
 

@@ -32,7 +32,7 @@ from torch import Tensor
 from fluxtrain.core.device.arena import HostArena
 from fluxtrain.core.device.disk import PAGE_BYTES, set_direct, sum_of
 from fluxtrain.core.device.worker import Worker
-from fluxtrain.errors import BadInput, DoesNotFit, NoSpace, ReadFailed
+from fluxtrain.errors import BadInput, DoesNotFit, NoSpace, ReadFailed, ScratchLost
 from fluxtrain.machine.disk import read_disk
 from fluxtrain.plan.depths import DISK_BLOCK_BYTES as BLOCK_BYTES
 from fluxtrain.plan.depths import DISK_READERS as THREADS
@@ -370,7 +370,7 @@ class Spill:
         return "" if sum_of(into) == wanted else "they are not the bytes that were written"
 
     def _write_block(self, record: Record, number: int, source: Tensor) -> None:
-        """Write a block, in a second attempt too. Raises NoSpace, else ReadFailed."""
+        """Write a block, in a second attempt too. Raises ScratchLost, else ReadFailed."""
         at, view = record.start + record.block(number).start, source.numpy().data
         with record.lock:
             record.sums[number] = sum_of(source)
@@ -387,7 +387,7 @@ class Spill:
                 break
             except OSError as error:
                 if is_last or error.errno in _FULL:
-                    kind = NoSpace if error.errno in _FULL else ReadFailed
+                    kind = ScratchLost if error.errno in _FULL else ReadFailed
                     raise kind(
                         f"{bytes_text(source.nbytes)} of optimizer states cannot be written to "
                         f"{self.folder} ({error.strerror}): {_CURE}"

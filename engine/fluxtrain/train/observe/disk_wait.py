@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from fluxtrain.core.device.spill import Spill
-from fluxtrain.errors import NoSpace
+from fluxtrain.errors import NoSpace, ScratchLost
 from fluxtrain.events.emitter import Announcer
 from fluxtrain.units import duration_text, rate_text
 
@@ -24,7 +24,7 @@ class DiskWait:
     """Repeats a refused write until the disk has room, a stop is asked for, or time is over.
 
     The run's thread waits, and says so as its phase; other threads continue. A process's limit on
-    the size of files is not waited for, as nobody can lift it.
+    the size of files is not waited for, as nobody can lift it, nor what lost optimizer states.
     """
 
     def __init__(
@@ -134,8 +134,10 @@ class DiskPace:
 
 
 def _is_for_good(error: BaseException) -> bool:
-    """Return whether the refusal is a limit on the size of files, which freeing space does not
-    lift."""
+    """Return whether freeing space does not help: a limit on the size of files, or optimizer states
+    that are lost."""
+    if isinstance(error, ScratchLost):
+        return True
     while error.__cause__ is not None:
         error = error.__cause__
     return isinstance(error, OSError) and error.errno == errno.EFBIG
