@@ -183,6 +183,29 @@ def test_a_file_that_nobody_used_ends_at_once(tmp_path: Path) -> None:
     made.close()
 
 
+def test_room_is_lent_again_once_nothing_writes_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the newest update was dropped while the one before was still being written."""
+    made, real, goes_on = Spill(tmp_path), os.pwritev, threading.Event()
+    record = made.record(RECORD_BYTES)
+
+    def slow(*args: Any) -> int:
+        assert goes_on.wait(10)
+        return real(*args)
+
+    monkeypatch.setattr(os, "pwritev", slow)
+    with made.take(made.expect(record)) as buffer:
+        buffer.fill_(1)
+    made.drop(made.expect(record))
+    timer = threading.Timer(0.2, goes_on.set)
+    timer.start()
+    made.give_back([record])
+    assert goes_on.is_set()
+    timer.join()
+    made.close()
+
+
 def test_a_record_is_of_whole_pages(tmp_path: Path) -> None:
     made = Spill(tmp_path)
     first, second = made.record(5), made.record(PAGE_BYTES + 1)

@@ -152,6 +152,7 @@ class Spill:
         """Let others use the room of records."""
         for record in records:
             _wait_for(record.updated)
+            _wait_for(record.changed)  # an earlier one, where that is dropped
             self._free_records.setdefault(record.size_bytes, []).append(record)
 
     def _open(self) -> None:
