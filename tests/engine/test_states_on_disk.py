@@ -326,6 +326,32 @@ def test_states_move_between_disk_host_and_device_and_back(tmp_path: Path) -> No
     assert_same(shards(model), shards(wanted))
 
 
+def test_a_move_that_the_disk_has_no_room_for_leaves_it_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, wanted = (wrapped(tmp_path, away=0) for _ in range(2))
+    optimizer, engine = adamw(model), engine_of(model)
+    losses = train(model, optimizer, range(1))
+    real, most = os.posix_fallocate, [400 << 10]  # a part of them
+
+    def allocate(file: int, start: int, size_bytes: int) -> None:
+        if start + size_bytes > most[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(file, start, size_bytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    rows = tuple(replace(g.placement, state="disk") for g in engine.groups)
+    there = replace(engine.plan, groups=rows)
+    with pytest.raises(DoesNotFit, match="of optimizer states are to live in"):
+        apply_placement(engine, there)
+    assert os.fstat(engine.spill._fd).st_size <= 4096, "one page tells of direct I/O"
+    losses += train(model, optimizer, range(1, 2))
+    most[0] = 1 << 30
+    apply_placement(engine, there)
+    losses += train(model, optimizer, range(2, 3))
+    assert losses == train(wanted, adamw(wanted), range(3))
+
+
 def test_weights_and_gradients_on_disk_are_values_to_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,8 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -124,6 +125,13 @@ class Spill:
                 "placement.disk_path to a folder of a larger disk"
             ) from error
         self._room_bytes += more
+
+    def make_room_for(self, sizes: Iterable[int]) -> None:
+        """Let there be room for records of these bytes, some of it given back by others. Raises as
+        `make_room`; no room is taken then."""
+        free = {size: len(records) for size, records in self._free_records.items()}
+        lacking = Counter(sizes) - Counter(free)
+        self.make_room(sum(size * count for size, count in lacking.items()))
 
     def mapping(self, size_bytes: int) -> mmap.mmap:
         """Return memory in another file without a name, whose pages the system may drop. Raises

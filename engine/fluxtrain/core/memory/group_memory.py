@@ -16,7 +16,7 @@ from fluxtrain.core.memory.group_layout import GroupLayout
 from fluxtrain.core.memory.mapped import drop
 from fluxtrain.core.memory.packed import KeptWeights, pack_segment, placeholder, put_in_file
 from fluxtrain.core.memory.segment import MASTERS, SCALES, Member, Segment
-from fluxtrain.core.memory.states_on_disk import OnDisk, StatesOnDisk, room_bytes
+from fluxtrain.core.memory.states_on_disk import OnDisk, StatesOnDisk, record_sizes
 from fluxtrain.core.ranks.shares import Shares
 from fluxtrain.errors import BadInput, DoesNotFit
 from fluxtrain.plan.group_placement import KINDS, GroupPlacement, Kind, Tier
@@ -238,14 +238,18 @@ class GroupMemory:
                 segment.masters_are_weights()
         return unwritten
 
-    @property
-    def spill_bytes(self) -> int:
-        """Return the bytes of the scratch file that states on disk will take, once they are
-        made."""
-        if self._spill is None or not self.placement.is_on("disk", "state"):
-            return 0
+    def records_to_make(self, row: GroupPlacement | None = None) -> list[int]:
+        """Return the bytes of the records that states on disk will take: those that are not made
+        yet, or those of a move to `row`."""
+        if self._spill is None or not (row or self.placement).is_on("disk", "state"):
+            return []
         size, later = self._spill.record_bytes, [s for s in self._trained if s.on_disk is None]
-        return sum(room_bytes(s.wanted_states(), s.elements, size) for s in later)
+        return [
+            one
+            for s in later
+            if row is None or s.has_state
+            for one in record_sizes(s.wanted_states(), s.elements, size)
+        ]
 
     def _states_on_disk(self, segment: Segment) -> StatesOnDisk:
         assert self._spill is not None, "states on disk need a scratch file"

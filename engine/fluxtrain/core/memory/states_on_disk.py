@@ -208,9 +208,9 @@ def loaded(state: Tensor) -> Tensor:
     return state.load() if isinstance(state, OnDisk) else state
 
 
-def room_bytes(wanted: Wanted, elements: int, record_bytes: int) -> int:
-    """Return the bytes that states take on disk, in records of about `record_bytes`."""
-    return sum(in_pages(size) for *_, size in _cut(wanted, elements, record_bytes))
+def record_sizes(wanted: Wanted, elements: int, record_bytes: int) -> list[int]:
+    """Return the bytes that states take on disk, of each record of about `record_bytes`."""
+    return [in_pages(size) for *_, size in _cut(wanted, elements, record_bytes)]
 
 
 def _elements_of_one(name: str) -> int:

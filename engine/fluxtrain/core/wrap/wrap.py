@@ -356,7 +356,7 @@ def _load_groups(
         trim_heap()  # the copies that its weights were may be pieces of the heap
     if engine.exchange.shares is not None and engine.exchange.shares.memory is not None:
         engine.exchange.shares.memory.meet()  # the first has put all weights there
-    engine.spill.make_room(sum(group.memory.spill_bytes for group in engine.groups))
+    engine.spill.make_room(sum(sum(group.memory.records_to_make()) for group in engine.groups))
     gc.collect()
 
 

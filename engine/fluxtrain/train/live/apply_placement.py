@@ -18,7 +18,7 @@ from fluxtrain.core.optimizer.optimizer_state import renew_state
 from fluxtrain.core.runtime.card import EngineCard
 from fluxtrain.core.runtime.context import Context
 from fluxtrain.core.wrap.slots import choose_recompute, slots_for
-from fluxtrain.errors import DoesNotFit
+from fluxtrain.errors import BadInput, DoesNotFit
 from fluxtrain.plan.group_placement import check_groups, check_rows
 from fluxtrain.plan.placement import Placement
 
@@ -54,11 +54,14 @@ def apply_placement(context: Context, placement: Placement) -> None:
             left += found
             gone += [one for one in freed if one not in found]
             gone += _too_many(card, streamed, placement.slots_of(card.number))
+        context.spill.make_room_for(
+            size for group, row in moving for size in group.memory.records_to_make(row)
+        )
         prepared = [
             prepare_move(group, row, pin=context.device.pins and not row.is_on("device"))
             for group, row in moving
         ]
-    except DoesNotFit:
+    except (BadInput, DoesNotFit):
         _remove(fresh)
         fresh.clear()
         _give_back(context)
