@@ -53,8 +53,10 @@ def run_with_less_room_on_the_last(config: str, run_dir: str) -> str:
     is_last = distributed.get_rank() == distributed.get_world_size() - 1
 
     def plan(*given: Any) -> Any:
-        *before, rows, data_rows, constants = given
-        return plan_sharded(*before, 1 if is_last else rows, data_rows, constants)
+        changed = list(given)
+        if is_last:
+            changed[-3] = 1  # of a rank, before those of the data and the constants
+        return plan_sharded(*changed)
 
     with patch.object(sharded_run, "plan_sharded", plan):
         return run(config, run_dir, ["train.batch_rows=auto"])
