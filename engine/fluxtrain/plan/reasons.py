@@ -359,7 +359,8 @@ def _disk_choice(best: Option) -> tuple[ChoiceMade, ...]:
     read = 2 * passes * sum(group.file_bytes for group in away if group.name in often)
     costs = "read in forward and backward, and never written"
     if home.read_bytes_per_s:
-        seconds = duration_text(read / home.read_bytes_per_s)
+        timed_s = 0.0 if best.time is None else best.time.parts_s["disk_read"]
+        seconds = duration_text(timed_s or read / home.read_bytes_per_s)  # the latter at most
         costs += f", which takes {seconds} of each step at the {rate_text(home.read_bytes_per_s)} "
         costs += "that the disk was measured to read"
     network = "; it is mounted over the network, which others share" if home.on_network else ""
