@@ -74,8 +74,7 @@ def main() -> int:
 
 def matrix(names: list[str] | None, *, plain: bool) -> list[tuple[str, dict[str, Any]]]:
     """Return each method with its options, without and, if not `plain`, with error feedback."""
-    fed = [(name, {**options, "error_feedback": True}) for name, options in FED_BACK.items()]
-    fed = [] if plain else fed
+    fed = [] if plain else [(name, {**o, "error_feedback": True}) for name, o in FED_BACK.items()]
     return [one for one in [*PLAIN.items(), *fed] if not names or one[0] in names]
 
 

@@ -20,7 +20,7 @@ from fluxtrain.methods.optimizer import parameter_groups
 from fluxtrain.parallel.compress.compressor import joined
 from fluxtrain.parallel.compress.exchange import Exchange
 from fluxtrain.parallel.compress.registry import COMPRESSORS, HYBRID, method_named
-from fluxtrain.parallel.engine import ShardedAdamW
+from fluxtrain.parallel.engine import ShardedAdamW, ShardedEngine
 from fluxtrain.parallel.sharding import shard
 from fluxtrain.units import MIB
 
@@ -40,6 +40,11 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     distributed.destroy_process_group()
 
 
+def sharded(model: Any, **settings: Any) -> ShardedEngine:
+    plan: Any = None  # which nothing but a run asks
+    return shard(model, torch.device("cuda", 0), FsdpSettings(**settings), CommSettings(), plan)
+
+
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_sharded_model_learns_on_the_gpu(group: Any, offload: bool) -> None:
     torch.manual_seed(0)
@@ -47,8 +52,7 @@ def test_a_sharded_model_learns_on_the_gpu(group: Any, offload: bool) -> None:
         vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2,
     )).to(torch.bfloat16)  # fmt: skip
-    settings = FsdpSettings(cpu_offload=offload)
-    engine = shard(model, torch.device("cuda", 0), settings, CommSettings(), None)  # type: ignore[arg-type]
+    engine = sharded(model, cpu_offload=offload)
     groups = parameter_groups(model, learning_rate=1e-2, weight_decay=0.0, no_decay=())
     optimizer = ShardedAdamW(engine, groups, lr=1e-2, fused=None if offload else True)
     rows = torch.randint(64, (4, 16), device="cuda")
@@ -76,7 +80,7 @@ def test_sharding_takes_no_more_than_the_shards_and_one_unit(group: Any) -> None
     whole = sum(p.nbytes for p in model.parameters())
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    engine = shard(model, torch.device("cuda", 0), FsdpSettings(), CommSettings(), None)  # type: ignore[arg-type]
+    engine = sharded(model)
     taken = torch.cuda.max_memory_allocated() - before
     engine.close()
     assert whole <= taken < 1.3 * whole  # a block is an eighth; all of them would be twice

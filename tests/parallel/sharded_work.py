@@ -203,7 +203,7 @@ def looked_at() -> tuple[int, int]:
 
 
 def bytes_of_a_checkpoint() -> tuple[int, int]:
-    """Return the bytes that a checkpoint is said to take at most, and those that it takes."""
+    """Return the estimated size of a checkpoint in bytes, and its real one."""
     comm = {"compress": "int8", "config": {"error_feedback": True}}
     engine, optimizer = sharded(llama(), comm=comm)
     steps(engine, optimizer, 0, 1, distributed.get_world_size(), distributed.get_rank())

@@ -127,8 +127,8 @@ class Spill:
         self._room_bytes += more
 
     def make_room_for(self, sizes: Iterable[int]) -> None:
-        """Let there be room for records of these bytes, some of it given back by others. Raises as
-        `make_room`; no room is taken then."""
+        """Reserve room for records of these sizes in bytes, using records that were given back.
+        Raises as `make_room`, and reserves nothing then."""
         free = {size: len(records) for size, records in self._free_records.items()}
         lacking = Counter(sizes) - Counter(free)
         self.make_room(sum(size * count for size, count in lacking.items()))

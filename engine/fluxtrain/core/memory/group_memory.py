@@ -239,8 +239,8 @@ class GroupMemory:
         return unwritten
 
     def records_to_make(self, row: GroupPlacement | None = None) -> list[int]:
-        """Return the bytes of the records that states on disk will take: those that are not made
-        yet, or those of a move to `row`."""
+        """Return the size in bytes of each record of optimizer states that has yet to be made on
+        disk, by the present placement or by that of `row`."""
         if self._spill is None or not (row or self.placement).is_on("disk", "state"):
             return []
         size, later = self._spill.record_bytes, [s for s in self._trained if s.on_disk is None]

@@ -209,7 +209,7 @@ def loaded(state: Tensor) -> Tensor:
 
 
 def record_sizes(wanted: Wanted, elements: int, record_bytes: int) -> list[int]:
-    """Return the bytes that states take on disk, of each record of about `record_bytes`."""
+    """Return the size in bytes of each record (about `record_bytes`) of optimizer states."""
     return [in_pages(size) for *_, size in _cut(wanted, elements, record_bytes)]
 
 
