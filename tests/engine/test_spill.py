@@ -8,6 +8,7 @@ import random
 import tempfile
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from fluxtrain.core.device import spill
 from fluxtrain.core.device.disk import PAGE_BYTES
+from fluxtrain.core.device.recorder import HostClock, Note, Recorder
 from fluxtrain.core.device.spill import Awaited, Spill
 
 BLOCK_BYTES = 2 * PAGE_BYTES
@@ -181,6 +183,22 @@ def test_a_file_that_nobody_used_ends_at_once(tmp_path: Path) -> None:
     awaited = made.expect(made.record(PAGE_BYTES))
     made.drop(awaited)
     made.close()
+
+
+def test_what_the_disk_does_is_in_its_lane(tmp_path: Path) -> None:
+    recorder = Recorder(HostClock())
+    made = Spill(tmp_path, recorder)
+    record = made.record(RECORD_BYTES)
+    made.write(record, 0, torch.ones(RECORD_BYTES, dtype=torch.uint8))
+    recorder.begin_step(1)
+    with made.take(made.expect(record)):
+        pass
+    made.close()
+    notes = [note for note in recorder.notes if isinstance(note, Note)]
+    assert {(note.lane, note.kind) for note in notes} == {("disk", "optimizer states")}
+    spans = [(note.start, note.stop) for note in notes]
+    assert all(start < stop for start, stop in spans)
+    assert all(stop <= start for (_, stop), (start, _) in pairwise(spans))  # one at a time
 
 
 def test_room_is_lent_again_once_nothing_writes_there(

@@ -46,6 +46,20 @@ def test_the_optimizer_that_is_waited_for_is_named_with_its_time_and_the_wait() 
     assert one.waits_s == pytest.approx({"update": 0.12})
 
 
+@pytest.mark.parametrize(("until_s", "bound"), [(0.5, "disk"), (0.4, "cpu")])
+def test_an_update_whose_states_the_disk_moves_all_the_time_waits_for_the_disk(
+    until_s: float, bound: str
+) -> None:
+    one = found(
+        ("stall", "update", 0.0, 0.5),
+        ("cpu", "update", 0.0, 0.5),
+        ("disk", "optimizer states", 0.0, until_s),
+        ("disk", "checkpoint", until_s, 0.5),
+        ("gpu", "forward", 0.5, 1.0),
+    )
+    assert one.bound == bound and one.waits_for(bound) == pytest.approx(0.5)
+
+
 def test_processes_that_are_waited_for_bind_the_step() -> None:
     one = found(("gpu", "backward", 0.0, 0.7), ("stall", "ranks", 0.7, 1.0))
     assert one.bound == "ranks"

@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from io import FileIO
 from pathlib import Path
@@ -32,6 +32,7 @@ from torch import Tensor
 
 from fluxtrain.core.device.arena import HostArena
 from fluxtrain.core.device.disk import PAGE_BYTES, set_direct, sum_of
+from fluxtrain.core.device.recorder import HostClock, Recorder
 from fluxtrain.core.device.worker import Worker
 from fluxtrain.errors import BadInput, DoesNotFit, NoSpace, ReadFailed, ScratchLost
 from fluxtrain.machine.disk import read_disk
@@ -87,8 +88,10 @@ class Awaited:
 class Spill:
     """The scratch file in a folder; it is made when something is put there."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, recorder: Recorder | None = None) -> None:
         self.folder, self.record_bytes = folder, RECORD_BYTES
+        self._recorder = recorder or Recorder(HostClock())
+        self._noted = ExitStack()  # the note of what is under way
         self.read_bytes = self.written_bytes = 0  # since the start
         self.busy_s = 0.0  # in which some read or write was under way
         self.mended = 0  # blocks that were right when they were read again
@@ -413,6 +416,7 @@ class Spill:
         with self._lock:
             if not self._at_work:
                 self._since_s = time.perf_counter()
+                self._noted.enter_context(self._recorder.working("disk", "optimizer states", ""))
             self._at_work += 1
         try:
             yield
@@ -421,6 +425,7 @@ class Spill:
                 self._at_work -= 1
                 if not self._at_work:
                     self.busy_s += time.perf_counter() - self._since_s
+                    self._noted.close()
 
     def close(self) -> None:
         """End the threads, and let the file go."""

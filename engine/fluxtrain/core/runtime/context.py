@@ -173,7 +173,7 @@ class Context:
         ]
         device = devices[0]
         device.recorder.lead([other.recorder for other in devices[1:]])
-        self.spill = Spill(Path(placement.spill_folder or tempfile.gettempdir()))
+        self.spill = Spill(Path(placement.spill_folder or tempfile.gettempdir()), device.recorder)
         self.updates = Updates(
             self.arrivals,
             device,

@@ -41,6 +41,8 @@ _IDLE = {  # of lanes that are not this one's
     OTHER_RANKS: "waits {} for other processes",
 }
 QUEUED_LATE = "queued late by the host"  # a GPU computed no faster than it got its work
+DISK_STATES = "optimizer states"  # read from disk or written there
+SATURATED = 0.9  # of a wait for updates, in which the disk is busy: then the disk binds
 BINDS_FROM = 0.1  # of the step: a lane with shorter waits does not bind it
 _PHASES = ("forward", "backward", "optimizer", "other")  # of the host's lane: no waiting
 Span = tuple[float, float]  # start, stop
@@ -153,14 +155,24 @@ def _attributed(step: StepLanes, beside: list[Span]) -> Attribution:
     waits_s: dict[str, float] = {}
     weights_written = [one for one in step.intervals if (one.lane, one.kind) == ("cpu", "update")]
     updating = _minus(_union([_span(one) for one in weights_written]), lanes["h2d"])
+
+    moving = [one for one in step.intervals if one.kind == DISK_STATES]
+    states = _union([_span(one) for one in moving])
+
+    def book(cause: str, spans: list[Span]) -> None:
+        nonlocal left
+        seconds = _length(spans)
+        if cause == "update" and _length(_common(spans, states)) > SATURATED * seconds:
+            cause = "disk"
+        waits_s[cause] = waits_s.get(cause, 0.0) + seconds
+        left = _minus(left, spans)
+
     for cause, spans in (*_causes(step.intervals), (OTHER_CARDS, beside)):
         mine = _common(left, spans)
         if cause == "weights":
-            late = _common(mine, updating)
-            waits_s["update"] = waits_s.get("update", 0.0) + _length(late)
-            mine, left = _minus(mine, late), _minus(left, late)
-        waits_s[cause] = waits_s.get(cause, 0.0) + _length(mine)
-        left = _minus(left, mine)
+            book("update", late := _common(mine, updating))
+            mine = _minus(mine, late)
+        book(cause, mine)
     waits_s["host"] = _length(left)
     waits_s = {cause: s for cause, s in waits_s.items() if s > 0}
     busy_s = {lane: _length(spans) for lane, spans in lanes.items()}
