@@ -153,7 +153,7 @@ KINDS = {
     "weights": Kind("W", "weights", "weights"),
     "activations": Kind("A", "activations", "activations"),
     "checkpoint": Kind("C", "disk", "checkpoint"),
-    "optimizer states": Kind("S", "optimizer", "states"),
+    "spilled": Kind("S", "optimizer", "spilled"),
 }
 TALLEST = 3
 LONGEST_FROM_ROWS = 6

@@ -195,7 +195,7 @@ def test_what_the_disk_does_is_in_its_lane(tmp_path: Path) -> None:
         pass
     made.close()
     notes = [note for note in recorder.notes if isinstance(note, Note)]
-    assert {(note.lane, note.kind) for note in notes} == {("disk", "optimizer states")}
+    assert {(note.lane, note.kind) for note in notes} == {("disk", "spilled")}
     spans = [(note.start, note.stop) for note in notes]
     assert all(start < stop for start, stop in spans)
     assert all(stop <= start for (_, stop), (start, _) in pairwise(spans))  # one at a time

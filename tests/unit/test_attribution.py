@@ -53,7 +53,7 @@ def test_an_update_whose_states_the_disk_moves_all_the_time_waits_for_the_disk(
     one = found(
         ("stall", "update", 0.0, 0.5),
         ("cpu", "update", 0.0, 0.5),
-        ("disk", "optimizer states", 0.0, until_s),
+        ("disk", "spilled", 0.0, until_s),
         ("disk", "checkpoint", until_s, 0.5),
         ("gpu", "forward", 0.5, 1.0),
     )

@@ -416,7 +416,7 @@ class Spill:
         with self._lock:
             if not self._at_work:
                 self._since_s = time.perf_counter()
-                self._noted.enter_context(self._recorder.working("disk", "optimizer states", ""))
+                self._noted.enter_context(self._recorder.working("disk", "spilled", ""))
             self._at_work += 1
         try:
             yield

@@ -41,7 +41,7 @@ _IDLE = {  # of lanes that are not this one's
     OTHER_RANKS: "waits {} for other processes",
 }
 QUEUED_LATE = "queued late by the host"  # a GPU computed no faster than it got its work
-DISK_STATES = "optimizer states"  # read from disk or written there
+SPILLED = "spilled"  # optimizer states, and what follows them, read from disk or written there
 SATURATED = 0.9  # of a wait for updates, in which the disk is busy: then the disk binds
 BINDS_FROM = 0.1  # of the step: a lane with shorter waits does not bind it
 _PHASES = ("forward", "backward", "optimizer", "other")  # of the host's lane: no waiting
@@ -156,7 +156,7 @@ def _attributed(step: StepLanes, beside: list[Span]) -> Attribution:
     weights_written = [one for one in step.intervals if (one.lane, one.kind) == ("cpu", "update")]
     updating = _minus(_union([_span(one) for one in weights_written]), lanes["h2d"])
 
-    moving = [one for one in step.intervals if one.kind == DISK_STATES]
+    moving = [one for one in step.intervals if one.kind == SPILLED]
     states = _union([_span(one) for one in moving])
 
     def book(cause: str, spans: list[Span]) -> None:
