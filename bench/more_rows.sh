@@ -51,7 +51,9 @@ sharding)
     row encoders 60 python bench/encode_rates.py --methods none int8 fp8
     two 3b-bare 80 bench/bench_fsdp.py --shape 3b --batch 8 --resident --steps 20
     row 3b 130 python bench/bench_fsdp.py --shape 3b --batch 8 --ours --steps 20
-    row 3b-ddp 90 python bench/bench_fsdp.py --shape 3b --batch 8 --ours --set fsdp.sharding_strategy=NO_SHARD
+    replicas=(--shape 3b --batch 8 --ours --steps 20 --set fsdp.sharding_strategy=NO_SHARD)
+    row 3b-ddp 90 python bench/bench_fsdp.py "${replicas[@]}"
+    row 3b-ddp-int8 90 python bench/bench_fsdp.py "${replicas[@]}" --set comm.compress=int8
     two 7b-lora-bare 90 bench/bench_fsdp.py --shape 7b --batch 4 --rank 16 --resident --steps 20
     row 7b-lora 120 python bench/bench_fsdp.py --shape 7b --batch 4 --rank 16 --ours --steps 20
     for method in bf16 int8 qsgd; do # beside each other: they are compared in losses and bytes
