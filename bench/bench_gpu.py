@@ -169,7 +169,7 @@ def wrapped(
     elif options.ranks.world > 1:
         ranks, here = options.ranks, torch.device("cuda")
         exchange = Exchange(
-            ranks, here, order=options.order, params=options.params,
+            ranks, [here], order=options.order, params=options.params,
             on_host=options.gradients == "cpu_reduce",
         )  # fmt: skip
         wrap_placed(model, "cuda", plan, exchange=exchange, **how)

@@ -46,7 +46,7 @@ def test_a_sum_that_overflows_fp16_has_a_norm_that_says_so() -> None:
     group = next(group for group in engine.groups if group.kind == "block")
     memory: Any = Alone()
     memory.may_go.set()
-    group._shares = Shares(memory.mates, CPU, lambda: None, memory)
+    group._shares = Shares(memory.mates, [CPU], lambda: None, memory)
     sums, host = HostSums([group], memory, engine.device, 1.0), engine.cards[0].gradients.host
     (segment,), mine = group.trained, torch.zeros(group.trained_elements)
     last = max(segment.members, key=lambda member: member.offset)
@@ -65,7 +65,7 @@ def test_a_sum_of_a_pass_that_broke_off_is_waited_for() -> None:
     engine = engine_of(fluxtrain.wrap(llama(2), device="cpu"))
     group = next(group for group in engine.groups if group.kind == "block")
     memory: Any = Alone()
-    group._shares = Shares(memory.mates, CPU, lambda: None, memory)
+    group._shares = Shares(memory.mates, [CPU], lambda: None, memory)
     sums, host = HostSums([group], memory, engine.device, 1.0), engine.cards[0].gradients.host
     total = FlatSum(group, torch.ones(group.trained_elements), host, MemberViews())
     host.allocate(group, passing=False)

@@ -222,7 +222,7 @@ def test_parts_that_other_ranks_were_to_complete_never_land_on_weights_that_took
     g, other = group(1, 3 * STATE_BLOCK - 1), group(2, 3 * STATE_BLOCK - 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Ranks, "device_group", lambda *_: None)  # nothing is sent here
-        g.share_out(Shares(Ranks(world=2), CPU, lambda: None))
+        g.share_out(Shares(Ranks(world=2), [CPU], lambda: None))
     assert made.prefetch(g) and len(device.asked) == 2
     weights = made.take(other)[0]
     for copy in device.asked:

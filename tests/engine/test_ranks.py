@@ -23,7 +23,7 @@ from transformers import Trainer, TrainingArguments
 import fluxtrain
 from fluxtrain.core.device.arena import HostArena
 from fluxtrain.core.ranks import join
-from fluxtrain.core.ranks.exchange import Exchange, add_in_order
+from fluxtrain.core.ranks.exchange import Exchange, Link, add_in_order
 from fluxtrain.core.ranks.shared_memory import SharedMemory
 from fluxtrain.core.wrap import wrap
 from fluxtrain.core.wrap.engine import engine_of
@@ -102,6 +102,8 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("tied", "no_sync", {"placement": PlacementRequest(embedding="rows", head="chunks")}),
     ("full", "accumulated", {"placement": PlacementRequest(embedding="rows", offload="weights")}),
     ("lora", "ddp", {}),
+    ("full", "plain", {"cards": 2}),
+    ("tied", "no_sync", {"cards": 2, "offload": "weights"}),
 ]
 
 
@@ -145,7 +147,7 @@ def test_each_machine_holds_the_weights_of_its_ranks_once(tmp_path: Path) -> Non
 
 def share(patch: pytest.MonkeyPatch, params: Params | None, on_host: bool = False) -> None:
     how = partial(Exchange, order="fixed", params=params, on_host=on_host)
-    patch.setattr(wrap, "_exchange", lambda ranks, devices: how(ranks, devices[0]))
+    patch.setattr(wrap, "_exchange", how)
 
 
 @pytest.mark.parametrize(
@@ -165,6 +167,7 @@ def test_weights_that_ranks_share_have_the_bits_of_those_that_each_holds(
         ("lora", "plain", {"frozen": "nf4"}),
         ("bf16", "in_backward", {}),
         ("bf16", "plain", {"states": "8bit"}),
+        ("bf16", "plain", {"cards": 2}),
     ]
     if every:
         # `fluxtrain train` exchanges the last backward pass of a step alone
@@ -231,8 +234,6 @@ def misused() -> None:
         next(p for p in frozen.parameters() if not p.requires_grad).add_(rank)
     with pytest.raises(BadInput, match="frozen weights of .* are not those of the other"):
         fluxtrain.wrap(frozen, device="cpu")
-    with pytest.raises(BadInput, match="names 2 cards for each of 2 processes"):
-        fluxtrain.wrap(llama(2), device="cpu", cards=2)
     model = fluxtrain.wrap(llama(2), device="cpu")
     parallel, before = DistributedDataParallel(model), next(model.parameters()).detach().clone()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -283,6 +284,7 @@ class Lanes(Exchange):
 
     def __init__(self) -> None:
         super().__init__()
+        self._links = [Link(None)]
         self.kept: list[list[torch.Tensor]] = []
 
     def begin_lane(self) -> None:
@@ -291,7 +293,7 @@ class Lanes(Exchange):
     def finishes(self) -> bool:
         return True
 
-    def add_up(self, flat: torch.Tensor) -> None:
+    def add_up(self, link: Link, flat: torch.Tensor) -> None:
         self.kept[-1].append(flat.clone())
         if len(self.kept) == LANES:
             place = len(self.kept[-1]) - 1
@@ -303,12 +305,13 @@ class Slow(Exchange):
 
     def __init__(self, elements: int, goes_on: threading.Event) -> None:
         super().__init__()
+        self._links = [Link(None)]
         self.elements, self.goes_on, self.met = elements, goes_on, 0
 
     def finishes(self) -> bool:
         return True
 
-    def add_up(self, flat: torch.Tensor) -> None:
+    def add_up(self, link: Link, flat: torch.Tensor) -> None:
         self.met += flat.numel() == self.elements and self.goes_on.wait(60.0)
 
 
@@ -385,10 +388,20 @@ def test_ranks_that_start_again_meet_in_a_part_of_the_store_of_their_own() -> No
 
 
 def test_two_ranks_of_a_machine_on_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gathers(*every: tuple[str, str]) -> join.Ranks:
+    def gathers(*every: tuple[str, list[str]]) -> join.Ranks:
         monkeypatch.setattr(join.Ranks, "gather", lambda *_: list(every))
         return join.Ranks(world=3)
 
-    gathers(("one", "GPU-1"), ("one", "GPU-2"), ("other", "GPU-1")).refuse_shared_gpu("GPU-1")
-    with pytest.raises(BadInput, match=r"rank 0 and rank 2 of 3 have one GPU .* \(GPU-1\)"):
-        gathers(("one", "GPU-1"), ("one", "GPU-2"), ("one", "GPU-1")).refuse_shared_gpu("GPU-1")
+    first, second = ("one", ["GPU-1", "GPU-2"]), ("one", ["GPU-3"])
+    gathers(first, second, ("other", ["GPU-1"])).refuse_shared_gpu([])
+    with pytest.raises(BadInput, match=r"rank 0 and rank 2 of 3 have one GPU .* \(GPU-2\)"):
+        gathers(first, second, ("one", ["GPU-4", "GPU-2"])).refuse_shared_gpu([])
+
+
+def test_each_rank_has_as_many_gpus_as_it_is_to_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert [list(join.gpus_of_rank(rank, 2)) for rank in (0, 1)] == [[0, 1], [2, 3]]
+    assert [list(join.gpus_of_rank(rank)) for rank in range(4)] == [[0], [1], [2], [3]]
+    assert list(join.gpus_of_rank(1, 4)) == [0, 1, 2, 3]  # each is shown its own
+    with pytest.raises(BadInput, match="to compute on 5 cards, and this one sees 4"):
+        join.gpus_of_rank(0, 5)

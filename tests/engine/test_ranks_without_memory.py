@@ -41,7 +41,7 @@ def gathered(exchange: Exchange) -> Tensor:
     start = exchange.ranks.rank * STATE_BLOCK
     flat = torch.zeros(ELEMENTS)
     flat[start : start + STATE_BLOCK] = 1.0
-    exchange.shares.gather(flat)
+    exchange.shares.gather(flat, 0)
     return flat
 
 
@@ -61,11 +61,11 @@ def rows(exchange: Exchange) -> Tensor:
 def attempts(send: Callable[[Exchange], Tensor]) -> list[str]:
     """How sending ends where memory runs out at each place of it in turn, and then at none."""
     ranks = joined()
-    exchange = Exchange(ranks, torch.device("cpu"), sums=True, order="fixed", params="shard")
+    exchange = Exchange(ranks, [torch.device("cpu")], sums=True, order="fixed", params="shard")
     exchange.agrees = True
     found: list[str] = []
     while not found or found[-1] != "sent":
-        exchange._room = None
+        exchange._links[0].room = None
         try:
             with Lacking(len(found) if ranks.rank == 1 else 1 << 20):
                 total = send(exchange)

@@ -40,6 +40,7 @@ STEPS = {
 
 HOST = ["parallel.gradients=cpu_reduce"]
 SHARED, WHOLE = ["parallel.params=shard"], ["placement.chunk_rows=4"]
+CARDS = ["parallel.cards=2"]  # of each rank
 LORA = ["method.name=lora", "method.rank=4"]
 
 
@@ -48,6 +49,7 @@ def runs_of_two(config: Path, folder: Path, every: bool) -> dict[str, str]:
     that one process goes on with."""
     ends = {
         "two": ranks.train(config, folder / "two", []),
+        "cards": ranks.train(config, folder / "cards", CARDS),
         "resumed": ranks.train(config, folder / "resumed", ["train.steps=4"], "auto"),
         "stopped": ranks.train(config, folder / "stopped", [*SHARED, "train.steps=2"]),
         "host-shared": ranks.train(config, folder / "host-shared", [*HOST, *SHARED]),
@@ -62,6 +64,11 @@ def runs_of_two(config: Path, folder: Path, every: bool) -> dict[str, str]:
             "shared": ranks.train(config, folder / "shared", SHARED),
             "each": each_with_all(config, folder / "each"),
             "host": ranks.train(config, folder / "host", HOST),
+            "cards-shared": ranks.train(config, folder / "cards-shared", [*CARDS, *SHARED]),
+            "cards-host": ranks.train(config, folder / "cards-host", [*CARDS, *HOST]),
+            "cards-again": without_memory(
+                Exchange.begin, [8], config, folder / "cards-again", [*CARDS, *WHOLE]
+            ),
             "host-again": without_memory(
                 FlatSum.send, [14], config, folder / "host-again", [*HOST, *WHOLE]
             ),
@@ -89,7 +96,9 @@ def test_two_ranks_are_the_run_of_one_process_and_go_on_with_it(
     assert "2: train.seed is 0 in rank 0 and 1 in rank 1 of 2" in other
     assert loading == "143" and not (tmp_path / "loading" / "checkpoints").exists()
     run(config, tmp_path / "stopped", resume="auto")
-    lacked = dict.fromkeys(("again", "gathered", "host-again"), "at step 2: the step")
+    lacked = dict.fromkeys(
+        ("again", "cards-again", "gathered", "host-again"), "at step 2: the step"
+    )
     lacked["measured"] = "after step 2: the evaluation"
     for name in lacked.keys() & ends.keys():
         warnings = " ".join(e.text for e in told(tmp_path / name, ev.LogWritten))

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fluxtrain
 from fluxtrain.config.schema import RunConfig, validate
 from fluxtrain.core.device import page_locks
+from fluxtrain.core.ranks import join
 from fluxtrain.core.ranks.exchange import Exchange
 from fluxtrain.core.ranks.join import Ranks, join_launched
 from fluxtrain.core.wrap import wrap
@@ -38,9 +39,9 @@ pytestmark = [
 STEPS = 4
 
 
-def trained(parallel: bool, rows: slice) -> dict[str, torch.Tensor]:
+def trained(parallel: bool, rows: slice, cards: Any = 1) -> dict[str, torch.Tensor]:
     """The weights after clipped steps on these rows of each batch."""
-    streamed = fluxtrain.wrap(llama(4), device="cuda", offload="weights", cards=1)
+    streamed = fluxtrain.wrap(llama(4), device="cuda", offload="weights", cards=cards)
     model: nn.Module = streamed
     if parallel:  # as accelerate calls it
         device = torch.cuda.current_device()
@@ -60,7 +61,7 @@ def locked(params: Params) -> bool:
     all."""
     with pytest.MonkeyPatch.context() as patch:
         how = partial(Exchange, params=params)
-        patch.setattr(wrap, "_exchange", lambda ranks, devices: how(ranks, devices[0]))
+        patch.setattr(wrap, "_exchange", how)
         model = llama(4, width=256)
         wrapped(model, 1, "cuda")
     model(**batch()).loss.backward()
@@ -96,6 +97,34 @@ def test_two_gpus_train_one_model_over_nccl(tmp_path: Path) -> None:
         assert apart < 2e-3 * sum(float(alone[name].float().abs().sum()) for name in mine)
 
 
+def rank_on_both(number: int, folder: str) -> None:
+    """A rank whose blocks are on both GPUs, which gloo lets ranks share."""
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=number, world_size=2
+    )
+    share = ROWS // 2
+    own, found = slice(number * share, (number + 1) * share), list[dict[str, torch.Tensor]]()
+    ways: list[dict[str, Any]] = [{}, {"params": "full"}, {"params": "shard"}, {"on_host": True}]
+    for way in ways:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(wrap, "_exchange", partial(Exchange, order="fixed", **way))
+            found.append(trained(False, own, [0, 1]))
+    torch.save(found, f"{folder}/{number}")
+    distributed.destroy_process_group()
+
+
+def test_ranks_of_several_gpus_each_train_one_model(tmp_path: Path) -> None:
+    multiprocessing.spawn(rank_on_both, args=(str(tmp_path),), nprocs=2)
+    first, second = (torch.load(tmp_path / str(number)) for number in range(2))
+    alone = trained(False, slice(None))
+    for mine, other in zip(first, second, strict=True):
+        assert all(torch.equal(mine[name], other[name]) for name in mine)
+        apart = sum(float((mine[name].float() - alone[name].float()).abs().sum()) for name in mine)
+        assert apart < 2e-3 * sum(float(alone[name].float().abs().sum()) for name in mine)
+    each, full, shard, _ = first  # the host's norm has another last digit
+    assert all(torch.equal(each[name], way[name]) for way in (full, shard) for name in each)
+
+
 RUNS: dict[str, dict[str, dict[str, Any]]] = {
     "full": {},
     "each": {},  # each rank holds all, as where ranks cannot share memory
@@ -108,6 +137,9 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
         "train": {"max_grad_norm": None},
     },
     "accumulated": {"train": {"accumulation": 2}},
+    "cards": {"parallel": {"cards": 2}},
+    "cards-shard": {"parallel": {"cards": 2, "params": "shard"}},
+    "cards-host": {"parallel": {"cards": 2, "gradients": "cpu_reduce"}},
     "lora": {"method": {"name": "lora", "rank": 8}},
     "qlora": {"method": {"name": "qlora", "rank": 8}},
 }
@@ -141,6 +173,8 @@ def rank_of_runs(number: int, folder: str, port: int, names: Sequence[str]) -> N
         with pytest.MonkeyPatch.context() as patch:
             if name == "each":
                 patch.setattr(Ranks, "may_share_memory", False)
+            if name.startswith("cards") and torch.cuda.device_count() < 4:  # they share both
+                patch.setattr(join, "_is_of_nccl", lambda _: False)
             train_as_rank(config, lambda c=config, p=place: locate(None, p, c), truly_told)
     distributed.destroy_process_group()
 
@@ -151,6 +185,8 @@ def rank_of_runs(number: int, folder: str, port: int, names: Sequence[str]) -> N
         (("full", "each", "shard"), True),
         (("unclipped", "host-unclipped"), True),
         (("full", "host", "host-shard"), False),
+        (("cards", "cards-shard"), True),
+        (("cards", "cards-host"), False),
         (("accumulated",), True),
         (("lora",), True),
         (("qlora",), True),

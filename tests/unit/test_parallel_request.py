@@ -85,7 +85,7 @@ def test_the_names_of_other_programs_lead_to_ours(name: str, key: str) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"parallel": {"processes": 2, "cards": 2}}, "parallel.cards is 2 .* leave one of the two"),
+        ({"parallel": {"processes": 2, "cards": [0, 1]}}, "so set parallel.cards=2 for each"),
         ({"parallel": {"processes": 2}, "train": {"batch_rows": 3}}, "set train.batch_rows=4"),
     ],
     ids=str,

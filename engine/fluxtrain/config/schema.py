@@ -280,10 +280,10 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _processes_share_evenly(self) -> RunConfig:
         processes, cards, rows = self.parallel.processes, self.parallel.cards, self.train.batch_rows
-        if processes > 1 and cards not in ("auto", 1):
+        if processes > 1 and isinstance(cards, tuple):
             raise ValueError(
-                f"parallel.cards is {cards} and parallel.processes is {processes}: each process "
-                "computes on one card, so leave one of the two out"
+                f"parallel.cards is {list(cards)} and parallel.processes is {processes}: each "
+                f"process has cards of its own, so set parallel.cards={len(cards)} for each"
             )
         if rows != "auto" and rows % processes:
             raise ValueError(

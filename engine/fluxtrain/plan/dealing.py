@@ -195,6 +195,7 @@ class Assignment:
             facts,
             head_parameters=0,
             head=None,
+            adds_on_host=False,  # in buffers that count once, for the first card
             row=None if row is None else replace(row, vocabulary=0, edge_bytes=0),
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from fluxtrain.events.events import CardLeftOut, CardPlan, ChoiceMade
@@ -68,6 +69,12 @@ class Placement:
     def step_s(self) -> float | None:
         """Return the predicted seconds of a step."""
         return None if self.time is None else self.time.step_s
+
+    def on(self, cards: Sequence[CardPlacement]) -> Placement:
+        """Return the placement on the GPUs of another one, with as many cards."""
+        pairs = zip(self.cards, cards, strict=True)
+        there = tuple(replace(one, index=other.index, gpu=other.gpu) for one, other in pairs)
+        return replace(self, cards=there)
 
     @property
     def several_cards(self) -> bool:

@@ -181,7 +181,8 @@ class _Clocks:
         self.moments_s = [0.0] * len(work.groups)
         self.moments_left: list[int] = []  # groups whose moments of the step before are to come
         self.arrived_s = [0.0] * len(work.groups)  # gradients on the host
-        self.exchange_s = 0.0  # those of other processes are added
+        self.exchange_s = [0.0] * work.cards  # those of other processes are added
+        self.added_s = 0.0  # the same on the host
         self.uses: list[list[_Use]] = [[] for _ in range(work.cards)]  # of the slots of each card
         self.staged_s: dict[tuple[int, float], list[float]] = defaultdict(list)
         self.lent_s: dict[tuple[int, int], list[float]] = defaultdict(list)
@@ -368,8 +369,8 @@ class _Clocks:
         seconds = group.down_s[min(number, len(group.down_s) - 1)]
         last = number == self.work.passes - 1
         if last and group.exchange_s:
-            self.exchange_s = ready_s = max(self.exchange_s, ready_s) + group.exchange_s
-            self.arrived_s[at] = ready_s
+            ready_s = max(self.exchange_s[group.card], ready_s) + group.exchange_s
+            self.exchange_s[group.card] = self.arrived_s[at] = ready_s
         if not seconds:
             return
         if number == 0 and group.moments_s:
@@ -378,8 +379,8 @@ class _Clocks:
         self.arrived_s[at] = self._copy(1, group.card, ready_s, seconds)
         self.staged_s[group.card, seconds].append(self.arrived_s[at])
         if last and group.adds_s:
-            self.exchange_s = max(self.exchange_s, self.arrived_s[at]) + group.adds_s
-            self.arrived_s[at] = self.exchange_s
+            self.added_s = max(self.added_s, self.arrived_s[at]) + group.adds_s
+            self.arrived_s[at] = self.added_s
         if not self.work.clips:
             self._update(at, self.arrived_s[at])
             self.lent_s[group.ring].append(self.updated_s[at])
@@ -474,7 +475,7 @@ class _Clocks:
         """End the step: updates on the cards, and AdamW on the host while the next one begins."""
         work = self.work
         self._queue(work.queueing.optimizer_s)
-        computed_s = max(*self.compute_s, self.exchange_s)
+        computed_s = max(*self.compute_s, *self.exchange_s, self.added_s)
         for card, seconds in enumerate(work.device_update_s):
             self._compute(card, computed_s if work.clips else 0.0, seconds)
         if not work.clips:

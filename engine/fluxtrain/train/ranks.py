@@ -51,7 +51,8 @@ def train_as_rank(
     _refuse_other_count(config)
     if kinds is None:
         kinds = (ShardedRun, FollowingRun) if config.is_sharded else (Run, ComputingRun)
-    ranks = join_launched()
+    cards = config.parallel.cards
+    ranks = join_launched(cards if isinstance(cards, int) else 1)
     with contextlib.ExitStack() as opened:
         target = locate() if ranks.is_first else None
         if target is not None:

@@ -16,7 +16,7 @@ import fluxtrain
 from fluxtrain.config.cadence import Cadence
 from fluxtrain.config.choices import choose_schedule, factor
 from fluxtrain.config.schema import RunConfig
-from fluxtrain.core.ranks.join import ALONE, Ranks, losses_told
+from fluxtrain.core.ranks.join import ALONE, Ranks, gpus_of_rank, losses_told, uuids_of_nccl
 from fluxtrain.core.wrap.equal_ranks import collect_weights
 from fluxtrain.errors import BadInput, Diverged, Interrupted, is_panic
 from fluxtrain.events.answers.machine import Machine
@@ -110,8 +110,7 @@ def train(
         config = of_rank(config, ranks)
         device = choose_device(config)
         if device.value == "cuda" and ranks.world > 1:
-            here = torch.cuda.get_device_properties(torch.cuda.current_device())
-            ranks.refuse_shared_gpu(str(here.uuid))
+            ranks.refuse_shared_gpu(uuids_of_nccl(gpus_of(config)))
         ready = partial(ready_inputs, config, session, made.files(session), machine, device, chosen)
         run = opened_once_more(
             lambda: made(config, ready(), session, checkpoint, machine, device),
@@ -471,17 +470,17 @@ def _checkpoint_of(target: Target, session: Session) -> Checkpoint | None:
 
 
 def of_rank(config: RunConfig, ranks: Ranks) -> RunConfig:
-    """Return the configuration of one of several ranks, which computes on torch's current GPU.
+    """Return the configuration of one of several ranks, with the numbers of its own cards.
 
-    Raises BadInput where a rank is to use several cards.
+    Raises BadInput for settings that several ranks cannot have.
     """
     if ranks.world == 1:
         return config
     cards = config.parallel.cards
-    if cards not in ("auto", 1):
+    if isinstance(cards, tuple):
         raise BadInput(
-            f"parallel.cards is {cards}, and each of {ranks.world} processes computes on one card: "
-            "leave it out, or start one process, which uses several"
+            f"parallel.cards is {list(cards)}, and each of {ranks.world} processes has cards of "
+            f"its own: set parallel.cards={len(cards)} (CUDA_VISIBLE_DEVICES says which there are)"
         )
     if config.parallel.params == "shard" and config.samples.prompts:
         raise BadInput(
@@ -493,8 +492,16 @@ def of_rank(config: RunConfig, ranks: Ranks) -> RunConfig:
             "parallel.gradients is cpu_reduce, and processes of several machines share no memory: "
             "set parallel.gradients=gpu_reduce"
         )
-    own = (torch.cuda.current_device(),) if torch.cuda.is_available() else 1
+    own: Any = 1 if cards == "auto" else cards
+    if torch.cuda.is_available():
+        own = tuple(gpus_of_rank(ranks.local_rank, own))
     return config.model_copy(update={"parallel": replace(config.parallel, cards=own)})
+
+
+def gpus_of(config: RunConfig) -> list[torch.device]:
+    """Return the GPUs that the configuration of a rank lists."""
+    listed = config.parallel.cards
+    return [torch.device("cuda", one) for one in listed] if isinstance(listed, tuple) else []
 
 
 def rows_of_rank(rows: int | None, world: int) -> int | None:
@@ -523,13 +530,12 @@ def of_all_ranks(choices: Sequence[ChoiceMade], rows: int, world: int) -> Iterat
 
 
 def _plan_of_first(plan: RunPlan, config: RunConfig, ranks: Ranks) -> RunPlan:
-    """Return the plan of rank 0 on this rank's card, since ranks share weights, which they
+    """Return the plan of rank 0 on this rank's cards, since ranks share weights, which they
     gather or update in one order."""
     if ranks.world == 1 or config.is_sharded:
         return plan
-    mine, first = plan.placement.cards[0], ranks.of_first(plan.placement)
-    here = replace(first.cards[0], index=mine.index)
-    return replace(plan, placement=replace(first, cards=(here,)))
+    mine = plan.placement.cards
+    return replace(plan, placement=ranks.of_first(plan.placement).on(mine))
 
 
 def _refuse_change(command: str, arguments: Mapping[str, Any]) -> tuple[bool, str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,6 +51,7 @@ class Gradients:
         self._views = MemberViews()
         self._flat: dict[Group, FlatSum] = {}
         self._sent: FlatSum | None = None  # that other processes add to
+        self._read: dict[int, Any] = {}  # points after which no lane reads a scratch, by its id
         self._parts: dict[Group, VocabChunkSum | EmbeddingSum] = {}
         self.sums: HostSums | None = None  # where the host adds those of other processes
 
@@ -123,7 +125,7 @@ class Gradients:
         next chunk too."""
         count = shape.numel()
         fitting = [scratch for scratch in self._free_scratch(0) if scratch.numel() >= count]
-        flat = fitting[0] if fitting else self._empty(count)
+        flat = self._after_reads(fitting[0]) if fitting else self._empty(count)
         return flat[:count].zero_().view(shape)
 
     def is_open(self, group: Group) -> bool:
@@ -170,7 +172,11 @@ class Gradients:
         sent, self._sent = self._sent, None
         if sent is None:
             return []
+        self._device.used_here(sent.flat)
         sent.finish()
+        scratch = self._scratch.get(sent.group.lane, ())
+        if self._device.lanes > 1 and any(one is sent.flat for one in scratch):
+            self._read[id(sent.flat)] = self._device.mark()  # perhaps on another lane
         return [sent.group]
 
     def free_memory(self) -> None:
@@ -178,6 +184,7 @@ class Gradients:
         passes."""
         self.discard()
         self._scratch.clear()
+        self._read.clear()
         self.stage_only(set())
 
     def stage_only(self, sizes: set[int]) -> None:
@@ -201,7 +208,7 @@ class Gradients:
             return self._empty(count)
         for flat in free:
             if flat.numel() >= count:
-                return flat
+                return self._after_reads(flat)
         if free:
             self._views.forget()
             mine[:] = [flat for flat in mine if flat is not free[0]]
@@ -209,6 +216,11 @@ class Gradients:
         if len(mine) < most:
             mine.append(made)
         return made
+
+    def _after_reads(self, flat: Tensor) -> Tensor:
+        """Return a scratch that this lane may write to, once no other lane reads it."""
+        self._device.wait_for(self._read.pop(id(flat), None))
+        return flat
 
     def _free_scratch(self, lane: int) -> list[Tensor]:
         """Return the memory for sums that none is in."""
@@ -276,7 +288,7 @@ class FlatSum:
         if host.exchanges(group):
             flat = self.flat[: group.trained_elements]
             if sums is None or not sums.takes(group):
-                self._sent = host.exchange.begin(flat, host.device)
+                self._sent = host.exchange.begin(flat, host.device, group.placement.card)
             else:
                 host.exchange.agree()
                 host.allocate(group, passing=passing)

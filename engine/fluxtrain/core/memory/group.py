@@ -153,7 +153,8 @@ class Group(GroupLayout):
         for segment in self.segments:
             (dtype, count), at = segment.stored, segment.offset_bytes
             if at < stop:
-                shares.gather(flat[at : at + count * dtype.itemsize].view(dtype))
+                part = flat[at : at + count * dtype.itemsize]
+                shares.gather(part.view(dtype), self.placement.card)
 
     @property
     def placement(self) -> GroupPlacement:

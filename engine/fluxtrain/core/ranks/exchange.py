@@ -7,6 +7,7 @@ exchanges, where the user's `no_sync` or the loop says so.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +19,10 @@ from fluxtrain.core.ranks.shared_memory import SharedMemory
 from fluxtrain.core.ranks.shares import Shares, gather_
 from fluxtrain.errors import MisusedModel
 from fluxtrain.events.trace.lanes import OTHER_RANKS
+from fluxtrain.plan.dealing import EDGES_CARD
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from fluxtrain.core.device.device import Device, Transfer
     from fluxtrain.plan.request import Order, Params
@@ -32,42 +34,50 @@ class RanOutElsewhere(Exception):
     """Another rank has run out of device memory in this step, which all begin again."""
 
 
+@dataclass
+class Link:
+    """What one card of this process has to exchange with the same card of each other rank."""
+
+    group: Any  # torch's process group
+    under_way: Transfer | None = None  # the last exchange that was begun
+    room: Tensor | None = None  # (elements,) fp32, for one piece of a sum in rank order
+
+
 class Exchange:
     """The sums or means over all ranks, in place; used by the thread of the backward pass."""
 
     def __init__(
         self,
         ranks: Ranks = ALONE,
-        device: torch.device | None = None,
+        devices: Sequence[torch.device] = (),
         *,
         sums: bool = False,
         order: Order = "fast",
         params: Params | None = None,
         on_host: bool = False,
     ) -> None:
-        """order: `fixed` adds in the order of ranks, `fast` as the backend's all_reduce does.
+        """devices: the cards of this process, of which each rank has as many.
+        order: `fixed` adds in the order of ranks, `fast` as the backend's all_reduce does.
         params: how ranks share weights and states; None: each has all of them. on_host: gradients
         of groups that they share are added there, by the ranks of one machine."""
         self.ranks, self._order = ranks, order
         self.sums = sums  # over ranks; else means
         self._factor = 1.0 if sums else 1.0 / ranks.world
-        joined = device if ranks.world > 1 else None
-        self._group: Any = None if joined is None else ranks.device_group(joined)
-        # weights are gathered in a group of their own, while gradients are added in this one
+        joined = devices if ranks.world > 1 else ()
+        self._links = [Link(ranks.device_group(device)) for device in joined]
+        # weights are gathered in groups of their own, while gradients are added in these
         self.shares, self.on_host = None, on_host
         self.memory: SharedMemory | None = None
-        if joined is not None and (on_host or (params == "full" and ranks.may_share_memory)):
+        if joined and (on_host or (params == "full" and ranks.may_share_memory)):
             self.memory = SharedMemory(ranks.of_machine())
-        if joined is not None and params == "shard":
+        if joined and params == "shard":
             self.shares = Shares(ranks, joined, self.agree)
-        elif joined is not None and self.memory is not None:
+        elif joined and self.memory is not None:
             self.shares = Shares(self.memory.mates, joined, self.agree, self.memory)
         self.agrees = False  # ranks tell each other before they send, since a step can be redone
         self.last_pass = True  # of a step: earlier ones keep their gradients on this rank
         self._waits: Callable[[], bool] = lambda: False  # for another pass, as a DDP says
-        self._under_way: Transfer | None = None  # the last that was begun
         self._kept = False  # gradients of this rank alone wait for a pass that exchanges
-        self._room: Tensor | None = None  # (elements,) fp32, for one piece of a sum in rank order
 
     @property
     def factor(self) -> float:
@@ -120,34 +130,36 @@ class Exchange:
         if out and not ran_out:
             raise RanOutElsewhere(f"device memory ran out in rank {out - 1}")
 
-    def begin(self, flat: Tensor, device: Device) -> Transfer:
-        """Begin to make `flat` (elements,) fp32 on the device the sum or mean over ranks, beside
-        its computation."""
-        self._make_room(flat)
+    def begin(self, flat: Tensor, device: Device, card: int) -> Transfer:
+        """Begin to make `flat` (elements,) fp32 on the device, this process's card of that number,
+        the sum or mean over ranks, beside its computation."""
+        link = self._links[card]
+        self._make_room(link, flat)
         self.agree()
-        self._under_way = device.beside(partial(self.add_up, flat))
-        return self._under_way
+        link.under_way = device.beside(partial(self.add_up, link, flat))
+        return link.under_way
 
     def reduce(self, flat: Tensor) -> None:
-        """Do what `begin` does, as a part of the computation."""
-        self._make_room(flat)
-        self._take_turn()
-        self.add_up(flat)
+        """Do what `begin` does on the first card, as a part of the computation."""
+        link = self._links[EDGES_CARD]
+        self._make_room(link, flat)
+        self._take_turn(link)
+        self.add_up(link, flat)
 
-    def _take_turn(self) -> None:
+    def _take_turn(self, link: Link) -> None:
         """Let what was begun end first: ranks send in one order, and from one thread at a time."""
         self.agree()
-        before, self._under_way = self._under_way, None
+        before, link.under_way = link.under_way, None
         if before is not None:
             before.wait_compute(OTHER_RANKS)
 
-    def add_up(self, flat: Tensor) -> None:
+    def add_up(self, link: Link, flat: Tensor) -> None:
         """Make `flat` the sum or mean over ranks, on the thread or stream that this runs on."""
         if self._adds_in_order:
             for piece in flat.view(-1).split(_PIECE_ELEMENTS):
-                self._add_in_order(piece)
+                self._add_in_order(link, piece)
         else:
-            distributed.all_reduce(flat, group=self._group)
+            distributed.all_reduce(flat, group=link.group)
         if self._factor != 1.0:
             flat.mul_(self._factor)
 
@@ -160,7 +172,7 @@ class Exchange:
 
     def reduce_on_host(self, flat: Tensor) -> None:
         """Do what `reduce` does with host memory, of any float dtype."""
-        self._take_turn()
+        self._take_turn(self._links[EDGES_CARD])
         parts = [torch.empty_like(flat) for _ in range(self.ranks.world)]
         sent = [part.view(-1).view(torch.uint8) for part in (flat, *parts)]  # of any dtype
         distributed.all_gather(sent[1:], sent[0], group=self.ranks.host)
@@ -176,8 +188,9 @@ class Exchange:
 
     def gather_rows(self, rows: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return every rank's rows (U,) int64 on the host, each ascending, as one ascending tensor
-        (V,), and the sum or mean (V, H) in fp32 of `values` (U, H), which are on the device."""
-        self._take_turn()
+        (V,), and the sum or mean (V, H) in fp32 of `values` (U, H), which are on the first
+        card."""
+        self._take_turn(link := self._links[EDGES_CARD])
         world = self.ranks.world
         counts = torch.zeros(world, dtype=torch.int64)
         gather_(counts, torch.tensor([len(rows)]), group=self.ranks.host)
@@ -190,7 +203,7 @@ class Exchange:
         sent[: len(rows)] = values
         there = sent.new_empty(world * most, width)
         self.agree()  # once more: a rank without this memory would leave the others waiting
-        gather_(there, sent, group=self._group)
+        gather_(there, sent, group=link.group)
         of_rank = [every[r * most : r * most + int(counts[r])] for r in range(world)]
         merged = torch.unique(torch.cat(of_rank))
         total = torch.zeros(len(merged), width, dtype=torch.float32, device=values.device)
@@ -199,30 +212,30 @@ class Exchange:
             total.index_add_(0, places, there[r * most : r * most + len(found)])
         return merged, total.mul_(self._factor)
 
-    def _make_room(self, flat: Tensor) -> None:
+    def _make_room(self, link: Link, flat: Tensor) -> None:
         """Take the memory that adding `flat` up needs. Before ranks agree to send: one that runs
         out of memory later would leave the others waiting for it."""
         if not self._adds_in_order:
             return
         world = self.ranks.world
         count = 2 * world * -(-min(flat.numel(), _PIECE_ELEMENTS) // world)
-        if self._room is not None and len(self._room) >= count:
+        if link.room is not None and len(link.room) >= count:
             return
-        if self._under_way is not None:  # it uses what is freed here
-            self._under_way.wait_compute(OTHER_RANKS)
-        self._room = None
-        self._room = flat.new_empty(count)
+        if link.under_way is not None:  # it uses what is freed here
+            link.under_way.wait_compute(OTHER_RANKS)
+        link.room = None
+        link.room = flat.new_empty(count)
 
-    def _add_in_order(self, piece: Tensor) -> None:
+    def _add_in_order(self, link: Link, piece: Tensor) -> None:
         """Let each rank add its range of the piece in the order of ranks, and gather the sums."""
-        assert self._room is not None
+        assert link.room is not None
         world, count = self.ranks.world, piece.numel()
         each = -(-count // world)
-        sent, arrived = self._room[: 2 * world * each].chunk(2)
+        sent, arrived = link.room[: 2 * world * each].chunk(2)
         sent[:count] = piece
         sent[count:].zero_()
-        distributed.all_to_all_single(arrived, sent, group=self._group)
-        gather_(sent, add_in_order(arrived.view(world, each)), group=self._group)
+        distributed.all_to_all_single(arrived, sent, group=link.group)
+        gather_(sent, add_in_order(arrived.view(world, each)), group=link.group)
         piece.copy_(sent[:count])
 
 

@@ -135,20 +135,22 @@ class Ranks:
     def device_group(self, device: torch.device) -> Any:
         """Make one more process group for tensors of a device: NCCL where the ranks' own group has
         it for that device, else gloo."""
-        nccl = device.type == "cuda" and "nccl" in str(distributed.get_backend_config())
-        return distributed.new_group(backend="nccl" if nccl else "gloo", timeout=_group_timeout())
+        backend = "nccl" if _is_of_nccl(device) else "gloo"
+        return distributed.new_group(backend=backend, timeout=_group_timeout())
 
-    def refuse_shared_gpu(self, gpu: str) -> None:
-        """Raise BadInput where two ranks of a machine compute on one GPU, by its UUID, which NCCL
-        does not allow."""
-        every = self.gather((_machine(), gpu))
-        for rank, one in enumerate(every):
-            if (other := every.index(one)) < rank:
-                raise BadInput(
-                    f"rank {other} and rank {rank} of {self.world} have one GPU between them "
-                    f"({one[1]}): start no more processes on a machine than it has GPUs for them "
-                    "(parallel.processes, or torchrun's --nproc_per_node)"
-                )
+    def refuse_shared_gpu(self, gpus: Sequence[str]) -> None:
+        """Raise BadInput where two ranks of a machine have one of their `gpus` between them, by
+        their UUIDs, which NCCL does not allow."""
+        users: dict[tuple[str, str], int] = {}
+        for rank, (machine, mine) in enumerate(self.gather((_machine(), tuple(gpus)))):
+            for gpu in mine:
+                if (other := users.setdefault((machine, gpu), rank)) < rank:
+                    raise BadInput(
+                        f"rank {other} and rank {rank} of {self.world} have one GPU between them "
+                        f"({gpu}): start no more processes on a machine than it has GPUs for them "
+                        "(parallel.processes, or torchrun's --nproc_per_node), each with as many "
+                        "as parallel.cards says"
+                    )
 
 
 ALONE = Ranks()
@@ -183,11 +185,11 @@ def joined() -> Ranks:
     return _ranks_of(distributed.group.WORLD)
 
 
-def join_launched() -> Ranks:
+def join_launched(cards: int = 1) -> Ranks:
     """Join the processes that a launcher has started, by its variables; without one be alone.
 
-    A rank's GPU is made torch's current one, and it keeps to its share of the cores. Raises
-    BadInput for a lack of variables.
+    The first of a rank's `cards` GPUs is made torch's current one, and it keeps to its share of
+    the cores. Raises BadInput for a lack of variables.
     """
     if launched_world() == 1 or world_size() > 1:
         return joined()
@@ -200,7 +202,8 @@ def join_launched() -> Ranks:
         )
     has_gpu = torch.cuda.is_available()
     if has_gpu:
-        torch.cuda.set_device(gpu_of_rank(torch.cuda.device_count()))
+        local = os.environ.get("LOCAL_RANK", "0")
+        torch.cuda.set_device(gpus_of_rank(int(local) if local.isdecimal() else 0, cards)[0])
     backend = "cpu:gloo,cuda:nccl" if has_gpu else "gloo"
     store, rank, world = next(rendezvous("env://", timeout=LONGEST_WAIT))
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -238,11 +241,27 @@ def store_of_start(store: Any, rank: int, world: int) -> Any:
     raise RankLost("rank 0 did not answer at the start: see its log")
 
 
-def gpu_of_rank(there: int) -> int:
-    """Return the number of the GPU that this rank computes on, of those that torch sees: a launcher
-    may show each rank one GPU alone."""
-    local = os.environ.get("LOCAL_RANK", "0")
-    return (int(local) if local.isdecimal() else 0) % there
+def gpus_of_rank(local_rank: int, cards: int = 1) -> range:
+    """Return the numbers of the `cards` GPUs that a rank computes on, of those that torch sees: a
+    launcher may show each rank its own alone. Raises BadInput where torch sees fewer."""
+    there = torch.cuda.device_count()
+    if cards > there:
+        raise BadInput(
+            f"a process is to compute on {cards} cards, and this one sees {there}: use at most "
+            f"{there} (parallel.cards)"
+        )
+    first = local_rank % (there // cards) * cards
+    return range(first, first + cards)
+
+
+def uuids_of_nccl(devices: Sequence[torch.device]) -> list[str]:
+    """Return the UUIDs of those GPUs between which NCCL sends."""
+    gpus = [one for one in devices if _is_of_nccl(one)]
+    return [str(torch.cuda.get_device_properties(one).uuid) for one in gpus]
+
+
+def _is_of_nccl(device: torch.device) -> bool:
+    return device.type == "cuda" and "nccl" in str(distributed.get_backend_config())
 
 
 @functools.lru_cache(maxsize=1)

@@ -12,7 +12,7 @@ place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
 import torch
@@ -35,14 +35,14 @@ class Shares:
     def __init__(
         self,
         ranks: Ranks,
-        device: torch.device,
+        devices: Sequence[torch.device],
         agree: Callable[[], None],
         memory: SharedMemory | None = None,
     ) -> None:
-        """device: that computes; `agree` is called before each exchange of it. memory: has the
+        """devices: that compute; `agree` is called before each exchange of them. memory: has the
         weights of all `ranks`, which are those of this machine."""
         self._agree, self.memory, self.ranks = agree, memory, ranks
-        self._group = ranks.device_group(device) if memory is None else None
+        self._groups = [ranks.device_group(one) for one in devices] if memory is None else []
         self._done = None if memory is None else Worker("flux-ranks")
         self._updates = 0  # so many were queued
         self.ended = False  # rank 0 has the weights of all
@@ -93,14 +93,14 @@ class Shares:
                 yield end * flat.itemsize, start * flat.itemsize
             end = stop
 
-    def gather(self, flat: Tensor) -> None:
-        """Bring all ranks' ranges of `flat` (elements,), on the device, together in it."""
+    def gather(self, flat: Tensor, card: int) -> None:
+        """Bring all ranks' ranges of `flat` (elements,), on the card, together in it."""
         whole = self._each(flat.numel()) * self.ranks.world
         if whole:
             (start, stop), *_ = self.own(flat.numel())
             mine = flat[start:stop].clone()  # first: it may find no memory
             self._agree()
-            gather_(_bytes(flat[:whole]), _bytes(mine), group=self._group)
+            gather_(_bytes(flat[:whole]), _bytes(mine), group=self._groups[card])
 
     def at_first(self, flat: Tensor, elements: int) -> Tensor | None:
         """Return all of a flat tensor in host memory on rank 0, None on the others."""

@@ -52,7 +52,8 @@ def share_out(context: Context) -> None:
     shared = [group for group in context.groups if HostSums.takes(group)]
     if exchange.on_host and exchange.memory is not None and shared:
         sums = HostSums(shared, exchange.memory, device, exchange.factor)
-        context.cards[0].gradients.sums = sums
+        for card in context.cards:
+            card.gradients.sums = sums
 
 
 def shares_of(context: Context, row: GroupPlacement) -> Shares | None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fluxtrain.core.memory.mapped import cool, copied_bytes
-from fluxtrain.core.ranks.join import ALONE, Ranks, gpu_of_rank
+from fluxtrain.core.ranks.join import ALONE, Ranks, gpus_of_rank
 from fluxtrain.errors import BadInput, DoesNotFit
 from fluxtrain.machine.machine import available_bytes
 from fluxtrain.machine.seen_cards import is_full
@@ -51,15 +51,17 @@ def compute_devices(
 ) -> list[torch.device]:
     """Return the devices of so many cards, or of these numbers; the CPU may occur several times.
     None: every GPU, of which the plan takes the useful ones; or only the named one; of several
-    `ranks` that which torch computes on, or else the rank's own.
+    `ranks` that which torch computes on, or else the rank's own. A count of several ranks is that
+    of each, whose GPUs follow one another.
 
     Raises BadInput as `compute_device`, and for a card that does not exist or is named twice.
     """
     first = compute_device(device)
     _refuse_odd(cards)
     if ranks.world > 1 and cards is None and first == torch.device("cuda"):
-        now = torch.cuda.current_device()
-        return [torch.device("cuda", now or gpu_of_rank(torch.cuda.device_count()))]
+        return [
+            torch.device("cuda", torch.cuda.current_device() or gpus_of_rank(ranks.local_rank)[0])
+        ]
     index: int | None = first.index  # torch types it as never None
     if cards == 1 or (cards is None and (first.type == "cpu" or index is not None)):
         return [first]
@@ -72,28 +74,22 @@ def compute_devices(
     if isinstance(asked, int) and asked > there:
         raise BadInput(f"cards is {asked}, but torch sees {there}: use at most {there}")
     numbers = range(asked) if isinstance(asked, int) else asked
+    if ranks.world > 1 and isinstance(asked, int):
+        numbers = gpus_of_rank(ranks.local_rank, asked)
     if max(numbers) >= there:
         raise BadInput(f"cards is {cards!r}, but torch sees {there}: use numbers below {there}")
     return [torch.device("cuda", number) for number in numbers]
 
 
-def the_one_of(devices: Sequence[torch.device], ranks: Ranks) -> torch.device:
-    """Return the device that tensors are exchanged on. Raises BadInput where each of several
-    processes has several cards."""
-    if ranks.world > 1 and len(devices) > 1:
-        raise BadInput(
-            f"cards names {len(devices)} cards for each of {ranks.world} processes, and a process "
-            "computes on one: leave cards out, or start one process, which uses all"
-        )
-    return devices[0]
-
-
 def devices_of(
-    placement: Placement, device: str | torch.device | None, cards: int | Sequence[int] | None
+    placement: Placement,
+    device: str | torch.device | None,
+    cards: int | Sequence[int] | None,
+    ranks: Ranks = ALONE,
 ) -> list[torch.device]:
     """Return the devices for a made placement. Raises BadInput for another number of cards."""
     planned = len(placement.cards)
-    devices = compute_devices(device, cards or planned)
+    devices = compute_devices(device, cards or planned, ranks)
     if placement.several_cards and planned != len(devices):
         raise BadInput(
             f"cards is {cards!r}, and the placement is made for {planned} cards: leave it out, or "
@@ -171,10 +167,12 @@ def placed(
     *,
     all_of_them: bool = True,
     disk: DiskHome | None = None,
+    ranks: Ranks = ALONE,
 ) -> tuple[Placement, list[torch.device]]:
     """Place a model whose rows nobody knows yet; also return the devices that compute, in the order
     of the placement's cards. Blocks that share weights are computed on one; `all_of_them` False
-    leaves a device out that the model does not fit with, or that other programs fill.
+    leaves a device out that the model does not fit with, or that other programs fill. Several
+    `ranks` deal blocks to several cards as the first does.
 
     Raises BadInput and DoesNotFit as `place`.
     """
@@ -189,5 +187,6 @@ def placed(
         found = place(facts, capacities, asked, parallel, disk=disk)
     except DoesNotFit:  # perhaps on the current card alone
         found = place(facts, replace(capacities, current=None), asked, parallel, disk=disk)
+    found = ranks.of_first(found).on(found.cards)
     at = {card.index: device for card, device in zip(capacities.cards, devices, strict=True)}
     return found, [devices[0] if card.index is None else at[card.index] for card in found.cards]

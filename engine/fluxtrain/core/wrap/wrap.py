@@ -33,7 +33,7 @@ from fluxtrain.core.optimizer.optimizer_state import bring_home, refuse_copies
 from fluxtrain.core.optimizer.plain_state import let_go
 from fluxtrain.core.ranks import ddp
 from fluxtrain.core.ranks.exchange import NOT_EXCHANGED, Exchange
-from fluxtrain.core.ranks.join import ALONE, Ranks, joined
+from fluxtrain.core.ranks.join import ALONE, Ranks, joined, uuids_of_nccl
 from fluxtrain.core.runtime.context import Owner
 from fluxtrain.core.runtime.parameter import adopt_parameter, owner_of, release_parameter
 from fluxtrain.core.runtime.passes import take_in
@@ -51,7 +51,7 @@ from fluxtrain.core.wrap.module_patches import (
     replace_forward,
 )
 from fluxtrain.core.wrap.slots import choose_recompute, make_slots, put_units_on_cards
-from fluxtrain.core.wrap.target import compute_devices, devices_of, placed, the_one_of
+from fluxtrain.core.wrap.target import compute_devices, devices_of, placed
 from fluxtrain.core.wrap.unit_forward import UnitForward
 from fluxtrain.errors import BadInput, MisusedModel, UnsupportedModel
 from fluxtrain.plan.group_placement import check_groups, check_rows
@@ -103,9 +103,10 @@ def wrap(  # noqa: PLR0913 - each is a choice of its own
     optimizer_in_backward: plan less memory for gradients, as every step will update in backward
         (`Engine.begin_step_in_backward`, before the backward pass).
     deferred_moments: AdamW on the host writes all weights first, fp32 moments later: the same bits.
-    Within a torch.distributed process group each rank computes on one GPU, gradients become the
-    mean over ranks as DistributedDataParallel takes it (which may be put around the model, and
-    finds nothing to do), and all ranks keep equal weights.
+    Within a torch.distributed process group each rank computes on one GPU, or on so many `cards`
+    of its own (a count takes those that follow, by the rank's place on its machine); gradients
+    become the mean over ranks as DistributedDataParallel takes it (which may be put around the
+    model, and finds nothing to do), and all ranks keep equal weights.
     Raises UnsupportedModel, BadInput or DoesNotFit; MisusedModel in one of several processes that
     are not joined yet.
     What does not work: weights' gradients by `autograd.grad`, second derivatives, `torch.func`, a
@@ -123,7 +124,7 @@ def wrap(  # noqa: PLR0913 - each is a choice of its own
     steps["deferred_moments"] = deferred_moments or None
     if isinstance(placement, Placement):
         _refuse_beside_a_placement(asked | {name: True for name, value in steps.items() if value})
-        made_for = devices_of(placement, device, cards)
+        made_for = devices_of(placement, device, cards, ranks)
         exchange = _exchange(ranks, made_for)
         _put_engine(model, made_for, placement, states, frozen, overlap=overlap, exchange=exchange)
         return model
@@ -138,8 +139,11 @@ def wrap(  # noqa: PLR0913 - each is a choice of its own
 
 
 def _exchange(ranks: Ranks, devices: Sequence[torch.device]) -> Exchange:
-    device = the_one_of(devices, ranks)
-    return NOT_EXCHANGED if is_of_a_command() else Exchange(ranks, device)
+    if is_of_a_command():
+        return NOT_EXCHANGED
+    if ranks.world > 1:
+        ranks.refuse_shared_gpu(uuids_of_nccl(devices))
+    return Exchange(ranks, devices)
 
 
 auto_wrap = wrap  # the same under another name
@@ -193,7 +197,8 @@ def _put_engine(
     else:
         facts = model_facts(model, parts, groups, borrowed)
         facts = replace(facts, processes=exchange.ranks.world)
-        placement, devices = placed(facts, model, devices, asked, all_of_them=not chooses)
+        how: dict[str, Any] = {"all_of_them": not chooses, "ranks": exchange.ranks}
+        placement, devices = placed(facts, model, devices, asked, **how)
         told = without_effect(asked, placement.choices)
     with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in
         several = len(devices) > 1
@@ -212,7 +217,7 @@ def _put_engine(
         make_equal(engine)
         share_out(engine)
     engine.adapters = adapters_of(model)
-    how: dict[str, Any] = {"overlap": overlap, "exchange": exchange}
+    how = {"overlap": overlap, "exchange": exchange}
     engine.again = partial(_again, devices, asked, states, frozen, **how)
     if not drops and (advised := advice(groups.values())):
         told.append(advised)

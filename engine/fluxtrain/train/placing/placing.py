@@ -441,10 +441,10 @@ def wrapped(
     cards = [card.index or 0 for card in placement.cards] if placement.several_cards else None
     if device == "cuda" and first is not None:
         torch.cuda.set_device(first)  # where embedding, head and what stands between blocks are
-    here = torch.device(device)  # torch's current GPU
+    here = [torch.device(device)]  # torch's current GPU
     how["exchange"] = Exchange(
         ranks,
-        here,
+        here if cards is None else [torch.device(device, number) for number in cards],
         sums=True,
         order=config.parallel.order,
         params=config.parallel.params,

@@ -175,6 +175,12 @@ def refuse_settings(config: RunConfig) -> None:
             f"train.optimizer={train.optimizer} with train.states={train.states}: sharded models "
             f"are trained by torch's AdamW with fp32 moments: leave both out, {cure}"
         )
+    cards = config.parallel.cards
+    if cards not in ("auto", 1) and (isinstance(cards, int) or len(cards) > 1):
+        raise BadInput(
+            f"parallel.cards={cards}: each process of a sharded model has one card: leave it out "
+            f"(parallel.processes says how many there are), {cure}"
+        )
     unset = PlacementRequest(device=config.placement.device, budget_gib=config.placement.budget_gib)
     for name, value in asdict(config.placement).items():
         if value != getattr(unset, name):
