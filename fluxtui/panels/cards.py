@@ -70,7 +70,7 @@ def _gpu_of(view: View, plan: CardPlan | None) -> GpuSample | None:
 
 
 def body(view: View, width: int, height: int) -> list[Line]:
-    """Return the cards, or the processes that have one each, in columns where there are more than
+    """Return the cards, or the processes that have them, in columns where there are more than
     lines; then the host's line."""
     lines = (
         _in_columns(view.ranks, width, height, partial(_rank_line, view))
@@ -118,14 +118,17 @@ def _in_columns(
 
 
 def _rank_line(view: View, rank: int, width: int) -> Line:
-    """Return a process's number, the bar of its card, its speed, its wait, and where it is."""
+    """Return a process's number, the bar of its cards, its speed, its wait, and where it is."""
     step = view.fresh(view.state.step)
     name: Line = ((f"{rank} ", role_of(rank)),)
     if step is None:
         return fitted((*name, (UNKNOWN, "dim")), width)
     mine = step.ranks[rank]
     limit = mine.limit_bytes or max(one.used_bytes for one in step.ranks) or 1
-    place = f"card {mine.card} of {mine.machine}" if view.on_gpu else f"on {mine.machine}"
+    named = f"card {mine.card}"
+    if mine.cards > 1:
+        named = f"cards {mine.card} to {mine.card + mine.cards - 1}"
+    place = f"{named} of {mine.machine}" if view.on_gpu else f"on {mine.machine}"
     numbers: list[Line] = [
         ((f" {bytes_text(mine.used_bytes):>8}", "strong"),),
         ((f" {count_text(mine.tokens_per_s):>7}", "text"), (" tok/s", "dim")),

@@ -110,14 +110,14 @@ def test_a_wide_row_tells_memory_copies_and_blocks_of_its_card() -> None:
     assert "H2D 21.0 GB/s" in text_of([first])
 
 
-def view_of_ranks(count: int) -> View:
+def view_of_ranks(count: int, cards: int = 1) -> View:
     view = view_of(1)
     assert view.state.step is not None
     ranks = tuple(
         RankStep(
-            machine=f"node{rank // 4}", card=rank % 4, tokens_per_s=5000.0 + rank,
+            machine=f"node{rank // 4}", card=rank % 4 * cards, tokens_per_s=5000.0 + rank,
             busy_s=0.5 + 0.01 * rank, waited_s=0.1, used_bytes=(rank + 1) << 30,
-            limit_bytes=23 << 30,
+            limit_bytes=23 << 30, cards=cards,
         )
         for rank in range(count)
     )  # fmt: skip
@@ -133,6 +133,7 @@ def test_processes_have_a_row_each_with_their_skew() -> None:
     assert "host" in text_of(panel.body(view, 78, 3)).splitlines()[2].lower()
     assert "1.00 GiB" in first and "waits  100 ms" in first and "card 0 of node0" in first
     assert second.startswith("1 ") and "5.00 k tok/s" in second
+    assert "cards 2 to 3 of node0" in text_of([panel.body(view_of_ranks(2, 2), 78, 2)[1]])
     for width, height in ((78, 2), (40, 3), (118, 8)):
         lines = panel.body(view_of_ranks(8), width, height)
         assert len(lines) <= height and all(width_of(line) <= width for line in lines)

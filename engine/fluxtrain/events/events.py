@@ -182,15 +182,16 @@ class PhaseChanged(Event, frozen=True, kw_only=True, tag="phase"):
 
 
 class RankStep(msgspec.Struct, frozen=True, kw_only=True):
-    """The last step of one of several processes that train together, on a card of its own."""
+    """The last step of one of several processes that train together, on cards of its own."""
 
     machine: str
-    card: int  # of the machine, in the order of ranks
+    card: int  # the first of its cards on the machine, in the order of ranks
     tokens_per_s: float  # of its own rows
     busy_s: float  # of the step, without the wait for the others
     waited_s: float  # for the gradients of others
-    used_bytes: int  # of the card
+    used_bytes: int  # of its cards together
     limit_bytes: int | None
+    cards: int = 1
 
 
 class StepFinished(Event, frozen=True, kw_only=True, tag="step"):

@@ -264,7 +264,8 @@ class ParallelRequest:
     cards: Cards = _knob(
         "cards that compute: a number of them, or a list such as [0, 2], by the numbers that torch "
         "gives them (CUDA_VISIBLE_DEVICES counts); the first of a list has embedding and head; "
-        "auto takes those that make a step faster, or that the model does not fit without"
+        "auto takes those that make a step faster, or that the model does not fit without; of "
+        "several processes a number is that of each, and auto is 1"
     )
     dealing: Annotated[Numbers | DealingRule, BeforeValidator(_numbers)] = _knob(
         "how the blocks are dealt to the cards: speed, by measured seconds of a block on each, as "
@@ -272,8 +273,8 @@ class ParallelRequest:
         "[20, 16], one for each card; auto is speed, and even where no times are known"
     )
     processes: Positive = _knob(
-        "so many processes of this machine train together, each on one card (`fluxtrain train` "
-        "starts them with torchrun); by default one process uses all cards. A launcher of several "
+        "so many processes of this machine train together, each on cards of its own (`fluxtrain "
+        "train` starts them with torchrun); by default one process uses all. A launcher of several "
         "machines starts them itself: see docs/processes.md",
         1,
     )

@@ -44,7 +44,8 @@ class RankSteps:
         self.rows = tuple(
             RankStep(
                 machine=machine,
-                card=machines[:rank].count(machine),
+                card=machines[:rank].count(machine) * self._engine.card_count,
+                cards=self._engine.card_count,
                 tokens_per_s=found[at],
                 busy_s=found[at + 1],
                 waited_s=found[at + 2],
