@@ -30,7 +30,7 @@ RUNS = Path("/tmp/fluxtrain/runs")
 # Parts of a run's time after which tests and pictures look at its timeline; others keep all steps.
 LOOKED_AT = {
     "demo": (0.66, 1.0), "diverged": (1.0,), "resumed": (1.0,), "blocks": (0.66, 1.0),
-    "advised": (0.42, 0.62), "killed": (), "images": (),
+    "advised": (0.42, 0.62), "killed": (), "images": (), "spilled": (1.0,), "processes": (1.0,),
 }  # fmt: skip
 BEFORE, AFTER = 7, 2  # steps that are kept around such a moment
 LIMIT_S = 300.0
@@ -154,6 +154,13 @@ RECORDINGS: dict[str, Callable[[], None]] = {
     "advised": advised,
     "images": lambda: record("images", "image-edit"),
     "blocks": lambda: record("blocks", "--steps", "60", *STREAMED, *EVERY_20),
+    "spilled": lambda: record(
+        "spilled", "--steps", "24", "--set", "placement.disk=on",
+        "--set", "placement.host_gib=0.09",
+    ),
+    "processes": lambda: record(
+        "processes", "--steps", "24", "--set", "parallel.processes=2", "--set", "parallel.cards=2",
+    ),
 }  # fmt: skip
 
 

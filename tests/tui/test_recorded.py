@@ -8,6 +8,7 @@ import pytest
 
 from fluxtrain.events import events as ev
 from fluxtrain.events.reader import JournalFollower
+from fluxtrain.events.trace.ring import read_ring
 from fluxtui.panels import PANELS
 from fluxtui.panels.block import bytes_of, name_of
 from fluxtui.screens.panel_screen import framed
@@ -17,7 +18,10 @@ from fluxtui.state.view import View
 from fluxtui.widgets.spans import width_of
 
 RECORDED = Path(__file__).parent / "recorded"
-RUNS = ("demo", "killed", "resumed", "diverged", "h200", "h200-cards", "streamed")
+RUNS = (
+    *("demo", "killed", "resumed", "diverged", "h200", "h200-cards", "streamed"),
+    *("spilled", "processes"),
+)
 
 
 def events_of(run: str) -> list[ev.AnyEvent]:
@@ -121,3 +125,20 @@ def test_a_real_trainer_tells_each_blocks_name_and_bytes() -> None:
         assert any(move.block == names[i] and move.what == "weights" for move in view.state.moves)
     moved = {m.bytes for m in view.state.moves if m.block == names[0] and m.what == "weights"}
     assert moved == {bytes_of(sample, 0)[0]}, "what is copied is what a block has"
+
+
+def test_optimizer_states_on_disk_are_seen_there_and_in_the_traffic() -> None:
+    view = view_of("spilled")
+    residency, memory, traffic = view.state.residency, view.state.memory, view.state.traffic
+    assert residency is not None and memory is not None and traffic is not None
+    assert set(residency.optimizer) == {"N"} and memory.disk_bytes > 0
+    last = list(read_ring(RECORDED / "spilled" / "timeline.ring"))[-1]
+    assert sum(one.duration_s for one in last.intervals if one.lane == "disk") > 0
+    assert traffic.disk_written_bytes > traffic.disk_read_bytes / 2 > 0
+
+
+def test_two_processes_of_two_cards_have_a_row_each() -> None:
+    view = view_of("processes")
+    assert (view.ranks, view.cards) == (2, 2)
+    assert view.state.step is not None
+    assert [(one.card, one.cards) for one in view.state.step.ranks] == [(0, 2), (2, 2)]
