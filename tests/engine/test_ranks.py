@@ -234,6 +234,8 @@ def misused() -> None:
         next(p for p in frozen.parameters() if not p.requires_grad).add_(rank)
     with pytest.raises(BadInput, match="frozen weights of .* are not those of the other"):
         fluxtrain.wrap(frozen, device="cpu")
+    with pytest.raises(BadInput, match="number of cards is 1 in rank 0 and 2 in rank 1 of 2: give"):
+        fluxtrain.wrap(llama(2), device="cpu", cards=1 + rank)
     model = fluxtrain.wrap(llama(2), device="cpu")
     parallel, before = DistributedDataParallel(model), next(model.parameters()).detach().clone()
     optimizer = torch.optim.AdamW(model.parameters())

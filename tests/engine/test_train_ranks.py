@@ -58,6 +58,9 @@ def runs_of_two(config: Path, folder: Path, every: bool) -> dict[str, str]:
         ),
         "uneven": ranks.train(config, folder / "uneven", ["train.batch_rows=3"]),
         "other": ranks.train(config, folder / "other", [f"train.seed={distributed.get_rank()}"]),
+        "apart": ranks.train(
+            config, folder / "apart", [f"parallel.cards={1 + distributed.get_rank()}"]
+        ),
     }
     if every:
         ends |= {
@@ -90,10 +93,12 @@ def test_two_ranks_are_the_run_of_one_process_and_go_on_with_it(
     run(config, tmp_path / "resumed", "train.steps=2")
     ends, others = ranks.together(2, runs_of_two, tmp_path / "ranks", config, tmp_path, every)
     assert ends == others
-    uneven, other, loading = (ends.pop(name) for name in ("uneven", "other", "loading"))
+    refused = ("uneven", "other", "apart", "loading")
+    uneven, other, apart, loading = (ends.pop(name) for name in refused)
     assert set(ends.values()) == {"0"}, ends
     assert "2: train.batch_rows is 3, and 2 processes share a batch evenly" in uneven
     assert "2: train.seed is 0 in rank 0 and 1 in rank 1 of 2" in other
+    assert "2: the number of cards is 1 in rank 0 and 2 in rank 1 of 2" in apart
     assert loading == "143" and not (tmp_path / "loading" / "checkpoints").exists()
     run(config, tmp_path / "stopped", resume="auto")
     lacked = dict.fromkeys(

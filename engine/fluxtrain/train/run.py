@@ -18,6 +18,7 @@ from fluxtrain.config.choices import choose_schedule, factor
 from fluxtrain.config.schema import RunConfig
 from fluxtrain.core.ranks.join import ALONE, Ranks, gpus_of_rank, losses_told, uuids_of_nccl
 from fluxtrain.core.wrap.equal_ranks import collect_weights
+from fluxtrain.core.wrap.target import of_first
 from fluxtrain.errors import BadInput, Diverged, Interrupted, is_panic
 from fluxtrain.events.answers.machine import Machine
 from fluxtrain.events.events import ChoiceMade, Hello, PlanChecked, SampleGenerated
@@ -534,8 +535,7 @@ def _plan_of_first(plan: RunPlan, config: RunConfig, ranks: Ranks) -> RunPlan:
     gather or update in one order."""
     if ranks.world == 1 or config.is_sharded:
         return plan
-    mine = plan.placement.cards
-    return replace(plan, placement=ranks.of_first(plan.placement).on(mine))
+    return replace(plan, placement=of_first(plan.placement, ranks))
 
 
 def _refuse_change(command: str, arguments: Mapping[str, Any]) -> tuple[bool, str]:

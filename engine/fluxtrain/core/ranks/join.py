@@ -95,6 +95,12 @@ class Ranks:
                     f"{other} of {self.world}: {cure}"
                 )
 
+    def refuse_other_count(self, cards: int) -> None:
+        """Raise BadInput on every rank where not all compute on so many cards: a card of one sends
+        to the same card of each other."""
+        cure = "give each process as many (cards, of a run parallel.cards)"
+        self.refuse_others({"the number of cards": cards}, cure)
+
     def end_training(self) -> None:
         """Wait for all ranks to have trained; what follows they do for themselves."""
         self.most([0])

@@ -81,6 +81,13 @@ def compute_devices(
     return [torch.device("cuda", number) for number in numbers]
 
 
+def of_first(placement: Placement, ranks: Ranks) -> Placement:
+    """Return the placement of rank 0 on this rank's cards. Raises BadInput where ranks have
+    different numbers of cards."""
+    ranks.refuse_other_count(len(placement.cards))
+    return ranks.of_first(placement).on(placement.cards)
+
+
 def devices_of(
     placement: Placement,
     device: str | torch.device | None,
@@ -187,6 +194,6 @@ def placed(
         found = place(facts, capacities, asked, parallel, disk=disk)
     except DoesNotFit:  # perhaps on the current card alone
         found = place(facts, replace(capacities, current=None), asked, parallel, disk=disk)
-    found = ranks.of_first(found).on(found.cards)
+    found = of_first(found, ranks)
     at = {card.index: device for card, device in zip(capacities.cards, devices, strict=True)}
     return found, [devices[0] if card.index is None else at[card.index] for card in found.cards]

@@ -142,6 +142,7 @@ def _exchange(ranks: Ranks, devices: Sequence[torch.device]) -> Exchange:
     if is_of_a_command():
         return NOT_EXCHANGED
     if ranks.world > 1:
+        ranks.refuse_other_count(len(devices))
         ranks.refuse_shared_gpu(uuids_of_nccl(devices))
     return Exchange(ranks, devices)
 
