@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import peft
 import pytest
@@ -21,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainingArguments
 
 import fluxtrain
+from fluxtrain.config.schema import validate
 from fluxtrain.core.device.arena import HostArena
 from fluxtrain.core.ranks import join
 from fluxtrain.core.ranks.exchange import Exchange, Link, add_in_order
@@ -29,6 +31,8 @@ from fluxtrain.core.wrap import wrap
 from fluxtrain.core.wrap.engine import engine_of
 from fluxtrain.errors import BadInput, MisusedModel
 from fluxtrain.plan.request import Params, PlacementRequest
+from fluxtrain.train.ranks import train_as_rank
+from fluxtrain.train.run import of_rank
 from tests.engine.ranks import together
 from tests.on_cards import ROWS, batch, llama
 
@@ -407,3 +411,16 @@ def test_each_rank_has_as_many_gpus_as_it_is_to_have(monkeypatch: pytest.MonkeyP
     assert list(join.gpus_of_rank(1, 4)) == [0, 1, 2, 3]  # each is shown its own
     with pytest.raises(BadInput, match="to compute on 5 cards, and this one sees 4"):
         join.gpus_of_rank(0, 5)
+
+
+def test_parts_of_the_processor_are_no_gpus_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    config = validate({"placement": {"device": "cpu"}, "parallel": {"cards": 2}})
+    assert of_rank(config, join.Ranks(world=2, local_world=2)).parallel.cards == 2
+    told = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "set_device", Mock(side_effect=InterruptedError))
+    with pytest.raises(InterruptedError):  # no word of too few GPUs
+        train_as_rank(config, Mock(), Mock())

@@ -51,8 +51,8 @@ def train_as_rank(
     _refuse_other_count(config)
     if kinds is None:
         kinds = (ShardedRun, FollowingRun) if config.is_sharded else (Run, ComputingRun)
-    cards = config.parallel.cards
-    ranks = join_launched(cards if isinstance(cards, int) else 1)
+    cards, on_gpus = config.parallel.cards, config.placement.device != "cpu"
+    ranks = join_launched(cards if on_gpus and isinstance(cards, int) else 1)
     with contextlib.ExitStack() as opened:
         target = locate() if ranks.is_first else None
         if target is not None:

@@ -494,7 +494,7 @@ def of_rank(config: RunConfig, ranks: Ranks) -> RunConfig:
             "set parallel.gradients=gpu_reduce"
         )
     own: Any = 1 if cards == "auto" else cards
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and config.placement.device != "cpu":
         own = tuple(gpus_of_rank(ranks.local_rank, own))
     return config.model_copy(update={"parallel": replace(config.parallel, cards=own)})
 
