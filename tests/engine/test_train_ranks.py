@@ -120,6 +120,8 @@ def test_two_ranks_are_the_run_of_one_process_and_go_on_with_it(
     plan = json.loads((tmp_path / "two" / "plan.json").read_text())
     choices = {one["name"]: one["value"] for one in plan["choices"]}
     assert choices["parallel.processes"] == "2" and choices["train.batch_rows"] == "4"
+    rows = told(tmp_path / "cards", ev.StepFinished)[-1].ranks
+    assert [(row.card, row.cards) for row in rows] == [(0, 2), (2, 2)]
     assert not (tmp_path / "other" / "checkpoints").exists()
     if every:
         run(config, tmp_path / "lora", *LORA, resume="auto")
