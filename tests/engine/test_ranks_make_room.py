@@ -38,16 +38,20 @@ def leaves_device(now: LiveSettings, new: LiveSettings) -> bool:
     return new.value("device_groups") < now.value("device_groups")
 
 
-def short(config: Path, run_dir: Path, how: list[str], for_what: Leaves) -> str:
-    """A run whose last rank runs out of device memory in its second step, while the first has no
-    host memory `for_what` could be given up."""
+def nothing(*_: LiveSettings) -> bool:
+    return False
+
+
+def short(config: Path, run_dir: Path, how: list[str], for_what: Leaves, where: str = "") -> str:
+    """A run whose last rank runs out of device memory in its second step, `where` its GPU is named,
+    while the first has no host memory `for_what` could be given up."""
     rank, calls, begin = distributed.get_rank(), 0, Exchange.begin
 
     def runs_out(*arguments: Any) -> Any:
         nonlocal calls
         calls += rank
         if calls == 12:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate 2.00 GiB.{where}")
         return begin(*arguments)
 
     def refuse(_: object, now: LiveSettings, new: LiveSettings, __: object) -> None:
@@ -75,6 +79,24 @@ def test_what_one_rank_cannot_give_up_no_rank_does(config: Path, tmp_path: Path)
     assert ends == ["0", "0"]
     (given_up,) = told(tmp_path / "two", ev.ChangeApplied)
     assert (given_up.name, given_up.before, given_up.after) == ("resident_blocks", 4, 2)
+    roomy, found = weights(tmp_path / "roomy"), weights(tmp_path / "two")
+    assert all(torch.equal(roomy[name], found[name]) for name in roomy)
+
+
+@pytest.mark.parametrize("params", ["full", "shard"])
+def test_ranks_of_several_cards_give_up_what_is_on_the_card_that_ran_out(
+    config: Path, tmp_path: Path, params: str
+) -> None:
+    kind = "resident_blocks" if params == "shard" else "device_groups"
+    how = [f"placement.{kind}=4", "parallel.cards=2", f"parallel.params={params}"]
+    other = {"resident_blocks": "device_groups", "device_groups": "resident_blocks"}[kind]
+    how += ["placement.blocks_without_recompute=0", f"placement.{other}=0"]
+    ranks.together(2, ranks.train, tmp_path / "first", config, tmp_path / "roomy", how)
+    given: list[Any] = [nothing, " GPU 1 has a total capacity of 8.00 GiB"]
+    ends = ranks.together(2, short, tmp_path / "ranks", config, tmp_path / "two", how, *given)
+    assert ends == ["0", "0"]
+    (given_up,) = told(tmp_path / "two", ev.ChangeApplied)
+    assert (given_up.name, given_up.card) == (kind, 1)
     roomy, found = weights(tmp_path / "roomy"), weights(tmp_path / "two")
     assert all(torch.equal(roomy[name], found[name]) for name in roomy)
 

@@ -417,6 +417,9 @@ class LiveChanges:
         with self._lock:
             now = self.settings
             before = self._run.left_with(now)
+            card = self._run.card_at(gpu)
+            (card,) = ranks.most([-1 if elsewhere or card is None else card])  # one for all
+            gpu = None if card < 0 else self._run.placement.cards[card].index
             steps = list(fallback_steps(self._run, now, gpu, backward=backward))
             fallback = self._fall_back(now, steps, ranks, alike=alike, elsewhere=elsewhere)
             if fallback is None:
