@@ -404,6 +404,26 @@ def test_two_ranks_of_a_machine_on_one_gpu_are_refused(monkeypatch: pytest.Monke
         gathers(first, second, ("one", ["GPU-4", "GPU-2"])).refuse_shared_gpu([])
 
 
+def bound() -> list[Any]:
+    """To which card the group of a rank whose own group is bound to one is bound."""
+    world: Any = distributed.group.WORLD
+    first = torch.device("cuda", 0)  # as init_process_group(device_id=...) does
+    seen: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        ranks = join.joined()
+        patch.setattr(distributed, "new_group", lambda **_: seen.append(world.bound_device_id))
+        world.bound_device_id = first
+        ranks.device_group(torch.device("cuda", 1))
+    seen.append(world.bound_device_id == first)
+    world.bound_device_id = None
+    return seen
+
+
+def test_the_group_of_a_card_is_bound_to_no_other_one(tmp_path: Path) -> None:
+    """NCCL refuses tensors of another card than that which a group is bound to."""
+    assert together(2, bound, tmp_path) == [[None, True]] * 2
+
+
 def test_each_rank_has_as_many_gpus_as_it_is_to_have(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert [list(join.gpus_of_rank(rank, 2)) for rank in (0, 1)] == [[0, 1], [2, 3]]

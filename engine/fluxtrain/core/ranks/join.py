@@ -142,7 +142,13 @@ class Ranks:
         """Make one more process group for tensors of a device: NCCL where the ranks' own group has
         it for that device, else gloo."""
         backend = "nccl" if _is_of_nccl(device) else "gloo"
-        return distributed.new_group(backend=backend, timeout=_group_timeout())
+        world: Any = distributed.group.WORLD
+        # init_process_group(device_id=...) would bind it to that card, which may be another
+        bound, world.bound_device_id = world.bound_device_id, None
+        try:
+            return distributed.new_group(backend=backend, timeout=_group_timeout())
+        finally:
+            world.bound_device_id = bound
 
     def refuse_shared_gpu(self, gpus: Sequence[str]) -> None:
         """Raise BadInput where two ranks of a machine have one of their `gpus` between them, by
