@@ -333,6 +333,42 @@ def test_a_block_computes_backward_while_the_sum_of_the_one_before_is_exchanged(
     assert all(p.grad is not None for p in model.parameters())
 
 
+class Queue:
+    """A stream that records what it is given to do."""
+
+    def __init__(self, told: list[str], name: str) -> None:
+        self.told, self.name = told, name
+
+    def wait_event(self, event: str) -> None:
+        self.told.append(f"{self.name} waits for {event}")
+
+    def record_event(self) -> str:
+        return f"{self.name} at {len(self.told)}"
+
+
+def test_streams_take_turns_with_the_memory_that_sums_of_a_card_are_added_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Blocks on two lanes, and code between blocks, wait for no work of each other."""
+    told: list[str] = []
+    queues = [Queue(told, "beside"), Queue(told, "lane"), Queue(told, "beside")]
+    adding, left = Exchange(order="fixed"), iter(queues)
+    adding.ranks = join.Ranks(world=3)
+    link = Link(None, room=torch.zeros(24))
+    monkeypatch.setattr("fluxtrain.core.ranks.exchange._queue_of", lambda _: next(left))
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda _, queue: told.append(f"{queue.name} has the room")
+    )
+    monkeypatch.setattr(Exchange, "_add_in_order", lambda *_: told.append("adds"))
+    for _ in queues:
+        adding.add_up(link, torch.zeros(4))
+    assert told == [
+        "beside has the room", "adds",
+        "lane waits for beside at 2", "lane has the room", "adds",
+        "beside waits for lane at 5", "beside has the room", "adds",
+    ]  # fmt: skip
+
+
 def in_order(kind: str) -> Weights:
     """The weights after steps whose gradients are added in the order of ranks, in bf16."""
     rank, lanes = rank_here(), Lanes()

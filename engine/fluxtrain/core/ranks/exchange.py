@@ -41,6 +41,7 @@ class Link:
     group: Any  # torch's process group
     under_way: Transfer | None = None  # the last exchange that was begun
     room: Tensor | None = None  # (elements,) fp32, for one piece of a sum in rank order
+    left: Any = None  # the point after which the last sum's stream uses the room no more
 
 
 class Exchange:
@@ -155,6 +156,11 @@ class Exchange:
 
     def add_up(self, link: Link, flat: Tensor) -> None:
         """Make `flat` the sum or mean over ranks, on the thread or stream that this runs on."""
+        queue = _queue_of(flat)  # of any lane, or of code between blocks
+        if queue is not None and link.left is not None:
+            queue.wait_event(link.left)
+        if queue is not None and link.room is not None:
+            link.room.record_stream(queue)
         if self._adds_in_order:
             for piece in flat.view(-1).split(_PIECE_ELEMENTS):
                 self._add_in_order(link, piece)
@@ -162,6 +168,8 @@ class Exchange:
             distributed.all_reduce(flat, group=link.group)
         if self._factor != 1.0:
             flat.mul_(self._factor)
+        if queue is not None:
+            link.left = queue.record_event()
 
     def reduce_gradient(self, parameter: Tensor) -> None:
         """Exchange the gradient of a parameter that torch's own optimizer steps (a hook)."""
@@ -237,6 +245,10 @@ class Exchange:
         distributed.all_to_all_single(arrived, sent, group=link.group)
         gather_(sent, add_in_order(arrived.view(world, each)), group=link.group)
         piece.copy_(sent[:count])
+
+
+def _queue_of(flat: Tensor) -> torch.cuda.Stream | None:
+    return torch.cuda.current_stream(flat.device) if flat.is_cuda else None
 
 
 def add_in_order(parts: Iterable[Tensor]) -> Tensor:
