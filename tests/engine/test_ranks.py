@@ -440,6 +440,22 @@ def test_two_ranks_of_a_machine_on_one_gpu_are_refused(monkeypatch: pytest.Monke
         gathers(first, second, ("one", ["GPU-4", "GPU-2"])).refuse_shared_gpu([])
 
 
+def threads_of_backward() -> list[bool]:
+    """Whether torch may run backward on a thread for each card: before, while a model of one card
+    and of two is wrapped, and after."""
+    found = [torch._C._is_multithreading_enabled()]
+    for cards in (1, 2):
+        model = fluxtrain.wrap(llama(2), device="cpu", cards=cards)
+        found.append(torch._C._is_multithreading_enabled())
+        fluxtrain.unwrap(model)
+    return [*found, torch._C._is_multithreading_enabled()]
+
+
+def test_one_thread_computes_backward_on_all_cards_of_a_rank(tmp_path: Path) -> None:
+    """Graphs with branches would else send in the order in which threads come by."""
+    assert together(2, threads_of_backward, tmp_path) == [[True, True, False, True]] * 2
+
+
 def bound() -> list[Any]:
     """To which card the group of a rank whose own group is bound to one is bound."""
     world: Any = distributed.group.WORLD

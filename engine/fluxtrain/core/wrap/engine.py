@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import set_multithreading_enabled
 
 from fluxtrain.core.optimizer.hook import begin_step_in_backward
 from fluxtrain.core.optimizer.state_shards import (
@@ -38,6 +39,7 @@ class Engine(Context):
     adapters: tuple[str, ...] = ()  # names of peft's in the model that was wrapped
     again: Callable[[nn.Module], None]  # wraps the model once more, with what was put into it
     compression = ""
+    one_thread: set_multithreading_enabled | None = None  # computes backward on all cards
 
     @property
     def in_lockstep(self) -> bool:
@@ -126,6 +128,8 @@ class Engine(Context):
     def close(self) -> None:
         """Stop the threads; the model must not be used afterwards (`unwrap` calls this)."""
         self.use.ended = True
+        if self.one_thread is not None:
+            set_multithreading_enabled(self.one_thread.prev)
         try:
             self.updates.wait()
         finally:  # also after a failed update

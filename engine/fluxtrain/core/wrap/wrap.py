@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import set_multithreading_enabled
 
 from fluxtrain.core.device.cuda_device import open_device
 from fluxtrain.core.device.heap import trim_heap
@@ -198,8 +199,9 @@ def _put_engine(
     else:
         facts = model_facts(model, parts, groups, borrowed)
         facts = replace(facts, processes=exchange.ranks.world)
-        how: dict[str, Any] = {"all_of_them": not chooses, "ranks": exchange.ranks}
-        placement, devices = placed(facts, model, devices, asked, **how)
+        placement, devices = placed(
+            facts, model, devices, asked, all_of_them=not chooses, ranks=exchange.ranks
+        )
         told = without_effect(asked, placement.choices)
     with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in
         several = len(devices) > 1
@@ -217,9 +219,12 @@ def _put_engine(
         _put_on(engine, model, parts)
         make_equal(engine)
         share_out(engine)
+    if several and exchange.ranks.world > 1:  # torch's threads for cards would send in any order
+        engine.one_thread = set_multithreading_enabled(False)
     engine.adapters = adapters_of(model)
-    how = {"overlap": overlap, "exchange": exchange}
-    engine.again = partial(_again, devices, asked, states, frozen, **how)
+    engine.again = partial(
+        _again, devices, asked, states, frozen, overlap=overlap, exchange=exchange
+    )
     if not drops and (advised := advice(groups.values())):
         told.append(advised)
     for text in [*told, *engine.spill.remarks()]:
